@@ -114,7 +114,7 @@ def frame_tensor(dtype: str, sizes: Sequence[int], payload_bytes: int) -> Tensor
 
     ``head + payload + tail`` loads with ``torch.load(..., weights_only=True)`` as a contiguous CPU tensor
     that does not require a gradient. The payload must be little-endian, as torch's memory is on every
-    host that this package supports. Costs about 1 microsecond for a dtype and shape seen lately, 20 for
+    host that this package supports. Costs about 1 microsecond for a dtype and shape seen lately, 40 for
     a new one.
 
     Args:
