@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV ?= .venv
+STORE ?= seaweed
+# Where pip finds torch's CPU wheels, if the configured index has only the CUDA ones (several GB).
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+bin := $(VENV)/bin
+installed := $(VENV)/.installed
+torch := torch==2.13.0
+pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help venv demo test check docs bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(installed)  ## make the environment in $(VENV)
+
+$(installed): pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(pip) '$(torch)+cpu' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) || $(pip) '$(torch)'
+	$(pip) --requirement requirements-dev.txt --editable .
+	touch $@
+
+demo: $(installed)  ## train, kill a rank inside a save, resume, compare; STORE=local or STORE=s3://bucket/prefix
+	$(bin)/python scripts/demo.py $(STORE)
+
+test: $(installed)  ## run the whole suite, with its servers; PYTEST_ARGS is passed on
+	$(bin)/python -m pytest $(PYTEST_ARGS)
+
+check: $(installed)  ## lint, formatting, types
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy remote_ckpt tests scripts
+
+docs: $(installed)  ## run every code block of README and docs
+	$(bin)/python -m pytest tests/test_docs.py
+
+bench: $(installed)  ## measure memory and speed; slow
+	$(bin)/python benchmarks/memory.py
+
+clean:  ## remove the environment, caches and the demonstration's files
+	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
