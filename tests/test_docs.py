@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from remote_ckpt.testing.servers import MiniStackServer
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -46,12 +48,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[MiniStackServer]:
+    """The S3 server behind the ``s3://bucket/`` of the pages."""
+    with MiniStackServer() as server:
+        server.create_bucket("bucket")
+        yield server
+
+
+@pytest.mark.server
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, server: MiniStackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in read_blocks(page):
         if block.language == "python":
