@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol, runtime_checkable
 
+from remote_ckpt.errors import ConfigError
+
 Buffer = bytes | bytearray | memoryview
 """Bytes in memory. A memoryview is one-dimensional, contiguous, of format ``B``."""
 
@@ -47,11 +49,13 @@ class StoreCapabilities:
         create_only: Trust in :meth:`Store.create`.
         server_side_copy: :meth:`Store.copy` moves no bytes through this process.
         survives_process: Objects outlive this process (false for the memory store).
+        has_folders: A checkpoint is a folder that :meth:`Store.remove_folder` takes away (local disk).
     """
 
     create_only: CreateOnly
     server_side_copy: bool
     survives_process: bool = True
+    has_folders: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,10 @@ class Store(Protocol):
         ...
 
     def read_range_into(self, key: str, offset_bytes: int, out: memoryview) -> None:
-        """Fill the writable ``out`` (format ``B``) with the bytes from ``offset_bytes`` on; errors as :meth:`read_range`."""
+        """Fill the writable ``out`` (format ``B``) with the bytes from ``offset_bytes`` on.
+
+        Errors as :meth:`read_range`.
+        """
         ...
 
     def write(self, key: str, data: Buffer) -> None:
@@ -207,3 +214,35 @@ class Store(Protocol):
 def sorted_infos(infos: Iterable[ObjectInfo]) -> list[ObjectInfo]:
     """Return the infos sorted by key, folder markers (keys that end in ``/``) left out."""
     return sorted((info for info in infos if not info.key.endswith("/")), key=lambda info: info.key)
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` if it is relative and without empty, ``.`` or ``..`` parts; else raise ConfigError."""
+    if not key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise ConfigError(f"{key!r} is not a key: use names separated by single slashes, without '..'")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return ``prefix`` if it is empty or a well-formed key followed by ``/``; else raise ConfigError."""
+    if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
+        raise ConfigError(f"the prefix {prefix!r} must be empty or end with '/'")
+    return prefix
+
+
+def children_of(infos: Iterable[ObjectInfo], prefix: str) -> Listing:
+    """Return the one level below ``prefix`` of a flat listing whose keys all start with it."""
+    objects, names = [], set()
+    for info in infos:
+        name, slash, _ = info.key[len(prefix) :].partition("/")
+        if slash:
+            names.add(name)
+        else:
+            objects.append(info)
+    return Listing(tuple(sorted_infos(objects)), tuple(sorted(names)))
+
+
+def check_size(size_bytes: int, *, url: str, key: str) -> None:
+    """Raise ConfigError for an empty object: some clients mistreat them, and no promise needs one."""
+    if size_bytes < 1:
+        raise ConfigError("objects must not be empty", url=url, key=key, operation="write")

@@ -1,0 +1,400 @@
+"""A directory of the local file system (NFS and Lustre included) as a store.
+
+- data: written to a hidden temporary name, synced, renamed, folder synced
+- create-only: a temporary file is hard-linked to its name, which fails if that exists
+- a scope holds its folder's handle; every operation below it is relative to that handle, so a late
+  write lands in the folder that was opened, even if that was moved away meanwhile
+- symbolic links are followed by reads and listings, never while a folder is emptied
+
+The host's own clock is never asked: an NFS server has another one, and that one stamps the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import Final, TypeVar
+
+from remote_ckpt.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    IntegrityError,
+    RemoteCkptError,
+)
+from remote_ckpt.store import folders, posix
+from remote_ckpt.store.base import (
+    Buffer,
+    ChunkSource,
+    CreateOnly,
+    DeleteFailure,
+    Listing,
+    ObjectInfo,
+    StoreCapabilities,
+    check_key,
+    check_prefix,
+    check_size,
+    sorted_infos,
+)
+from remote_ckpt.store.chunks import CheckedChunks
+
+T = TypeVar("T")
+_COPY_BYTES: Final = 8 * 1024 * 1024
+
+
+class LocalStore:
+    """Objects as files below a directory.
+
+    The root is opened anew by every call, so that a directory that was removed and made again is seen;
+    the first write makes it. Safe after ``fork``: descriptors are all it holds.
+
+    Args:
+        path: The directory. It need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.path.abspath(path)
+        self._parent: LocalStore | None = None
+        self._handle = -1
+        self._is_closed = False
+
+    @property
+    def url(self) -> str:
+        """The directory's path."""
+        return self._path
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """Create-only is atomic (``link``); a copy is a hard link."""
+        return StoreCapabilities(create_only=CreateOnly.ATOMIC, server_side_copy=True)
+
+    def close(self) -> None:
+        """Close a scope's handle; further calls raise ConfigError."""
+        if self._parent is not None and not self._is_closed:
+            os.close(self._handle)
+        self._is_closed = True
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes:
+        """See :meth:`Store.read`."""
+        with self._opened_file("read", key) as (descriptor, _):
+            return b"".join(posix.read_chunks(descriptor, _COPY_BYTES))
+
+    def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
+        """See :meth:`Store.read_range`."""
+        if length_bytes < 1:
+            raise ConfigError(f"a range has at least one byte, not {length_bytes}", url=self.url, key=key)
+        data = bytearray(length_bytes)
+        self.read_range_into(key, offset_bytes, memoryview(data))
+        return data
+
+    def read_range_into(self, key: str, offset_bytes: int, out: memoryview) -> None:
+        """See :meth:`Store.read_range_into`."""
+        if offset_bytes < 0:
+            raise ConfigError(f"an offset is not negative: {offset_bytes}", url=self.url, key=key)
+        with self._opened_file("read_range", key) as (descriptor, _):
+            missing_bytes = len(out) - posix.read_into(descriptor, offset_bytes, out)
+        if missing_bytes:
+            raise self._place("read_range", key).error(
+                IntegrityError, f"the file ends {missing_bytes} bytes before the wanted range does"
+            )
+
+    def info(self, key: str) -> ObjectInfo:
+        """See :meth:`Store.info`."""
+        with self._opened_file("info", key) as (_, status):
+            return folders.file_info(key, status)
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def write(self, key: str, data: Buffer) -> None:
+        """See :meth:`Store.write`."""
+        self.write_stream(key, lambda: iter([data]), size_bytes=len(data), part_bytes=1, concurrency=1)
+
+    def write_stream(
+        self,
+        key: str,
+        source: ChunkSource,
+        *,
+        size_bytes: int,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        """See :meth:`Store.write_stream`; the chunks are written one after another."""
+        place = self._place("write", key)
+        with self._staged(place, key, size_bytes) as (folder, descriptor, temp):
+            # The source runs outside of the translation: its own errors pass through unchanged.
+            for chunk in CheckedChunks(source, size_bytes, url=self.url, key=key):
+                with place.translating():
+                    posix.write_fully(descriptor, chunk)
+            with place.translating():
+                os.fsync(descriptor)
+                posix.publish_replacing(temp, _name(key), at=folder)
+
+    def create(self, key: str, data: Buffer) -> None:
+        """See :meth:`Store.create`."""
+        place = self._place("create", key)
+        with self._staged(place, key, len(data)) as (folder, descriptor, temp), place.translating():
+            posix.write_fully(descriptor, data)
+            os.fsync(descriptor)
+            posix.publish_once(temp, _name(key), at=folder, place=place)
+
+    def copy(self, source: str, target: str) -> None:
+        """See :meth:`Store.copy`: a hard link where the file system allows one, else a synced copy."""
+        with self._opened_file("copy", source) as (descriptor, status):
+            if not self._link(_check_visible(source), _check_visible(target)):
+                self.write_stream(
+                    target,
+                    lambda: posix.read_chunks(descriptor, _COPY_BYTES),
+                    size_bytes=status.st_size,
+                    part_bytes=_COPY_BYTES,
+                    concurrency=1,
+                )
+
+    def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+        """See :meth:`Store.delete`. Folders that get empty are removed, a checkpoint's own one is not.
+
+        Not synced: an object that a power failure brings back is garbage for the sweep, never a lie.
+        """
+        self._check_open()
+        failures = []
+        for key in keys:
+            try:
+                self._delete(_check_visible(key))
+            except RemoteCkptError as error:
+                failures.append(DeleteFailure(key, error))
+        return failures
+
+    # --- listing -------------------------------------------------------------------------------
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """See :meth:`Store.list`; times are ctimes."""
+        return sorted_infos(self._visit(prefix, lambda folder: [*folders.walk(folder, prefix)]) or ())
+
+    def list_children(self, prefix: str = "") -> Listing:
+        """See :meth:`Store.list_children`; an empty folder is shown too."""
+        infos, names = self._visit(prefix, lambda folder: folders.scan(folder, prefix)) or ([], [])
+        return Listing(tuple(sorted_infos(infos)), tuple(sorted(names)))
+
+    def list_leftovers(self) -> Sequence[ObjectInfo]:
+        """Return the hidden files and folders that crashes left in and below this folder, with ctimes."""
+        return sorted_infos(self._visit("", lambda folder: [*folders.walk_hidden(folder, "")]) or ())
+
+    def remove_leftover(self, key: str) -> None:
+        """Remove one of :meth:`list_leftovers`; raises ConfigError for any other name."""
+        *parts, name = check_key(key).split("/")
+        if not folders.is_hidden(name):
+            raise ConfigError(f"{key!r} is no leftover", url=self.url)
+        with (
+            self._place("remove_leftover", key).translating(),
+            contextlib.suppress(FileNotFoundError),
+            self._opened() as root,
+            folders.opened_folder(root, parts) as folder,
+        ):
+            try:
+                posix.remove_file(name, at=folder)
+            except IsADirectoryError:
+                folders.remove_tree(name, at=folder)
+
+    def clock(self) -> datetime:
+        """Return the file system's time: that of a file made for the purpose, here or just above."""
+        with (
+            self._place("clock").translating(),
+            self._opened_nearest() as folder,
+            posix.staged_file(folder) as (descriptor, _),
+        ):
+            return folders.file_time(os.fstat(descriptor))
+
+    # --- folders -------------------------------------------------------------------------------
+
+    def scope(self, name: str, *, create: bool = False) -> LocalStore:
+        """See :meth:`Store.scope`: opens the folder and keeps its handle until :meth:`close`."""
+        if "/" in _check_visible(name):
+            raise ConfigError(f"a scope is one level deep: {name!r}", url=self.url)
+        scoped = LocalStore(os.path.join(self._path, name))
+        scoped._handle = self._open_child(name, create=create)
+        scoped._parent = self
+        return scoped
+
+    def is_current(self) -> bool:
+        """Whether the folder that a scope holds is the one that its path names now."""
+        if self._parent is None:
+            return True
+        self._check_open()
+        with self._place("is_current").translating():
+            try:
+                with self._parent._opened() as parent:
+                    return self._is_at(parent, follow_symlinks=True)
+            except FileNotFoundError:
+                return False
+
+    def remove_folder(self) -> bool:
+        """Move a scope's folder to a hidden name beside it, empty it there and remove it.
+
+        Returns:
+            False if nothing was done, because the folder is gone from its path, another one or a
+            symbolic link stands there, or the file system has no locks; also if late writers kept it
+            from getting empty, which leaves the rest under the hidden name.
+        """
+        if self._parent is None:
+            return False
+        self._check_open()
+        with self._place("remove_folder").translating(), self._parent._opened() as parent:
+            trash = self._move_aside(parent)
+            return trash is not None and folders.remove_tree(trash, at=parent)
+
+    def _move_aside(self, parent: int) -> str | None:
+        with folders.locked(parent) as is_locked:
+            if not is_locked or not self._is_at(parent, follow_symlinks=False):
+                return None
+            trash = posix.new_hidden_name(folders.TRASH_PREFIX)
+            os.rename(_name(self._path), trash, src_dir_fd=parent, dst_dir_fd=parent)
+            folders.sync_folder(parent)
+            return trash
+
+    def _is_at(self, parent: int, *, follow_symlinks: bool) -> bool:
+        held = os.fstat(self._handle)
+        return posix.is_same_file(_name(self._path), held, at=parent, follow_symlinks=follow_symlinks)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _place(self, operation: str, key: str | None = None) -> posix.Place:
+        return posix.Place(operation, self.url, key)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("the store is closed", url=self.url)
+
+    @contextlib.contextmanager
+    def _opened(self, *, create: bool = False) -> Iterator[int]:
+        handle = self._open(create=create)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _open(self, *, create: bool = False) -> int:
+        self._check_open()
+        if self._parent is not None:
+            return folders.open_folder(".", at=self._handle)
+        if create:
+            folders.make_folders(self._path)
+        try:
+            return folders.open_folder(self._path)
+        except FileNotFoundError:
+            folders.nearest_folder(self._path)  # raises where the absence is not certain
+            raise
+
+    @contextlib.contextmanager
+    def _opened_nearest(self) -> Iterator[int]:
+        try:
+            handle = self._open()
+        except FileNotFoundError:
+            handle = folders.open_folder(folders.nearest_folder(self._path))
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _open_child(self, name: str, *, create: bool) -> int:
+        place = self._place("scope", name)
+        with place.translating():
+            try:
+                with self._opened(create=create) as root:
+                    if create:
+                        folders.make_folder(name, at=root)
+                    return folders.open_folder(name, at=root)
+            except FileNotFoundError as error:
+                folders.nearest_folder(os.path.join(self._path, name))
+                raise place.error(CheckpointNotFoundError, "no such folder") from error
+            except NotADirectoryError as error:
+                raise place.error(CheckpointExistsError, "a file stands where a folder is needed") from error
+
+    @contextlib.contextmanager
+    def _opened_file(self, operation: str, key: str) -> Iterator[tuple[int, os.stat_result]]:
+        path = _check_visible(key)
+        with (
+            self._place(operation, key).translating(),
+            self._opened() as root,
+            posix.opened_file(path, at=root) as opened,
+        ):
+            yield opened
+
+    @contextlib.contextmanager
+    def _staged(self, place: posix.Place, key: str, size_bytes: int) -> Iterator[tuple[int, int, str]]:
+        """Yield the key's folder, and descriptor and name of a new temporary file in it."""
+        check_size(size_bytes, url=self.url, key=key)
+        parts = _check_visible(key).split("/")[:-1]
+        with contextlib.ExitStack() as stack:
+            with place.translating():
+                try:
+                    root = stack.enter_context(self._opened(create=True))
+                    folder = stack.enter_context(folders.opened_folder(root, parts, create=True))
+                    descriptor, temp = stack.enter_context(posix.staged_file(folder))
+                except FileNotFoundError as error:
+                    raise place.error(
+                        CheckpointChangedError, "the folder was removed while it was written to"
+                    ) from error
+            yield folder, descriptor, temp
+
+    def _link(self, source: str, target: str) -> bool:
+        *parts, name = target.split("/")
+        temp = posix.new_hidden_name(folders.TEMP_PREFIX)
+        with self._opened() as root, folders.opened_folder(root, parts, create=True) as folder:
+            if not posix.link_if_possible(source, temp, source_at=root, target_at=folder):
+                return False
+            try:
+                posix.publish_replacing(temp, name, at=folder)
+            finally:
+                # rename(2) does nothing where both names already are the same file.
+                posix.remove_file(temp, at=folder)
+        return True
+
+    def _delete(self, key: str) -> None:
+        *parts, name = key.split("/")
+        with (
+            self._place("delete", key).translating(),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            self._opened() as root,
+        ):
+            # A folder of that name is no object of that key.
+            with folders.opened_folder(root, parts) as folder, contextlib.suppress(IsADirectoryError):
+                posix.remove_file(name, at=folder)
+            self._remove_empty(root, parts)
+
+    def _remove_empty(self, root: int, parts: Sequence[str]) -> None:
+        # The first level below a root are checkpoints, whose folders others may hold open to save.
+        first = 0 if self._parent is not None else 1
+        for depth in range(len(parts), first, -1):
+            if not folders.remove_if_empty("/".join(parts[:depth]), at=root):
+                return
+
+    def _visit(self, prefix: str, visit: Callable[[int], T]) -> T | None:
+        """Return what ``visit`` finds in the folder of a prefix, or None where that surely is absent."""
+        parts = check_prefix(prefix).split("/")[:-1]
+        with self._place("list", prefix or None).translating():
+            try:
+                with self._opened() as root, folders.opened_folder(root, parts) as folder:
+                    found: T | None = visit(folder)
+            except FileNotFoundError:
+                found = None
+            self._check_alive()
+            return found
+
+    def _check_alive(self) -> None:
+        # Reading a removed directory looks like reading an empty one.
+        if self._parent is not None and os.fstat(self._handle).st_nlink == 0:
+            raise self._place("list").error(CheckpointChangedError, "the folder was removed")
+
+
+def _check_visible(key: str) -> str:
+    if any(folders.is_hidden(part) for part in check_key(key).split("/")):
+        raise ConfigError(f"{key!r}: names that start with .tmp- or .trash- are reserved")
+    return key
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -1,0 +1,146 @@
+"""The one layer of retries: bounded tries and waits, a deadline for all of them, counted and logged."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from remote_ckpt.errors import StoreUnavailableError
+from remote_ckpt.options import RetryOptions
+from remote_ckpt.store.base import Buffer, ChunkSource, DeleteFailure, Store
+from remote_ckpt.store.meter import StoreMeter
+from remote_ckpt.store.wrappers import DelegatingStore
+
+T = TypeVar("T")
+_log = logging.getLogger("remote_ckpt")
+
+
+class _Patience:
+    """The waits of one operation: exponential with full jitter, up to a number of tries and a deadline."""
+
+    def __init__(self, options: RetryOptions, sleep: Callable[[float], None], now: Callable[[], float]):
+        self._options = options
+        self._sleep = sleep
+        self._now = now
+        self._started = now()
+        self.tries = 1
+
+    def wait(self) -> bool:
+        """Wait before the next try; false if there is none."""
+        options = self._options
+        if self.tries >= options.max_attempts:
+            return False
+        longest = min(options.max_seconds, options.initial_seconds * 2 ** (self.tries - 1))
+        pause = random.uniform(0, longest)
+        if self._now() - self._started + pause > options.total_seconds:
+            return False
+        self.tries += 1
+        self._sleep(pause)
+        return True
+
+
+class RetryStore(DelegatingStore):
+    """Tries again after transient failures (StoreUnavailableError and StoreTimeoutError), and no others.
+
+    A create is never repeated here: after an unknown outcome only :mod:`remote_ckpt.commit` can tell.
+    Exceptions that come from a stream's source are not the store's: they pass at once.
+
+    Args:
+        inner: The driver, whose own retries are off or few.
+        options: Numbers of tries, waits and the deadline of an operation.
+        meter: Where retries are counted.
+        sleep: Waits for so many seconds.
+        now: A clock in seconds that never goes back.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        options: RetryOptions,
+        *,
+        meter: StoreMeter | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(inner)
+        self._options = options
+        self._meter = meter or StoreMeter()
+        self._sleep = sleep
+        self._now = now
+
+    def _wrap(self, inner: Store) -> RetryStore:
+        return RetryStore(inner, self._options, meter=self._meter, sleep=self._sleep, now=self._now)
+
+    def _patience(self) -> _Patience:
+        return _Patience(self._options, self._sleep, self._now)
+
+    def _invoke(self, operation: str, key: str | None, call: Callable[[], T]) -> T:
+        return call() if operation == "create" else self._repeat(operation, key, call, self._patience())
+
+    def _repeat(
+        self,
+        operation: str,
+        key: str | None,
+        call: Callable[[], T],
+        patience: _Patience,
+        foreign: Sequence[BaseException] = (),
+    ) -> T:
+        while True:
+            try:
+                return call()
+            except StoreUnavailableError as error:
+                if any(error is other for other in foreign) or not self._wait(
+                    operation, key, error, patience
+                ):
+                    raise
+
+    def _wait(self, operation: str, key: str | None, error: Exception, patience: _Patience) -> bool:
+        if not patience.wait():
+            _log.warning("%s of %s failed for good at try %d: %s", operation, key, patience.tries, error)
+            return False
+        self._meter.count(retries=1)
+        _log.warning("%s of %s: try %d after: %s", operation, key, patience.tries, error)
+        return True
+
+    def write_stream(
+        self,
+        key: str,
+        source: ChunkSource,
+        *,
+        size_bytes: int,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        """See :meth:`Store.write_stream`; every try calls ``source`` anew."""
+        raised: list[BaseException] = []
+
+        def watched() -> Iterator[Buffer]:
+            try:
+                yield from source()
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        def call() -> None:
+            self.inner.write_stream(
+                key, watched, size_bytes=size_bytes, part_bytes=part_bytes, concurrency=concurrency
+            )
+
+        self._repeat("write_stream", key, call, self._patience(), raised)
+
+    def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+        """See :meth:`Store.delete`; only keys whose failure was transient are tried again."""
+        patience = self._patience()
+        final: list[DeleteFailure] = []
+        pending = list(keys)
+        while True:
+            failures = self._repeat("delete", None, partial(self.inner.delete, pending), patience)
+            transient = [one for one in failures if isinstance(one.error, StoreUnavailableError)]
+            final += [one for one in failures if one not in transient]
+            if not transient or not self._wait("delete", transient[0].key, transient[0].error, patience):
+                return final + transient
+            pending = [one.key for one in transient]
