@@ -198,9 +198,10 @@ def fetch_all(
 
     Args:
         store: Where from.
-        wanted: Ranges for sinks; merged into few requests, buffered within ``budget_bytes``.
-        direct: Ranges received in place; they need no staging memory.
-        options: ``budget_bytes``, ``part_bytes``, ``merge_gap_bytes`` and ``concurrency`` are used.
+        wanted: Ranges for sinks; merged into few requests.
+        direct: Ranges received in place.
+        options: ``budget_bytes`` bounds the bodies held at once; ``part_bytes``, ``merge_gap_bytes`` and
+            ``concurrency`` are used too.
 
     Raises:
         ObjectNotFoundError, IntegrityError, StoreError: The first failure; the rest is abandoned.
@@ -219,9 +220,13 @@ def fetch_all(
             budget.release(amount)
 
     def fetch_direct(item: Direct) -> None:
-        if cancelled.is_set():
-            raise Cancelled
-        _twice_if_damaged(lambda: _receive(store, item))
+        amount = budget.acquire(len(item.out))  # most drivers hold the body before they copy it
+        try:
+            if cancelled.is_set():
+                raise Cancelled
+            _twice_if_damaged(lambda: _receive(store, item))
+        finally:
+            budget.release(amount)
 
     jobs: list[_Job] = [(fetch_direct, item) for item in direct]
     jobs += [(fetch_segment, segment) for segment in segments]

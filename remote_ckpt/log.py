@@ -1,0 +1,5 @@
+"""The package's logger: ``logging.getLogger("remote_ckpt")``."""
+
+import logging
+
+logger = logging.getLogger("remote_ckpt")
