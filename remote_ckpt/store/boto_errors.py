@@ -1,0 +1,57 @@
+"""botocore's exceptions in our words, for boto3 and for s3fs, which wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from remote_ckpt.errors import AccessDeniedError, StoreError, StoreTimeoutError, StoreUnavailableError
+from remote_ckpt.store.http_errors import describe, error_type
+from remote_ckpt.url import redact_url
+
+
+def translate_answer(
+    response: Mapping[str, Any], *, operation: str, url: str, key: str | None = None
+) -> StoreError:
+    """Return our error for the ``response`` of a botocore ``ClientError``."""
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    said = response.get("Error", {})
+    code = str(said.get("Code", ""))
+    if code.isdigit():  # answers to HEAD have no body: botocore gives the status as the code
+        status, code = status or int(code), ""
+    kind = error_type(status, code or None, is_create=operation == "create")
+    detail = redact_url(str(said.get("Message", "")))[:300]
+    message = describe(kind, operation=operation, key=key, status=status, code=code or None, detail=detail)
+    return kind(message, url=url, key=key, operation=operation)
+
+
+def translate_client_side(
+    error: Exception, *, operation: str, url: str, key: str | None = None
+) -> StoreError:
+    """Return our error for a botocore error that no answer caused: network, time-out, credentials."""
+    kinds: dict[str, type[StoreError]] = {
+        **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError"), AccessDeniedError),
+        **dict.fromkeys(("TokenRetrievalError", "CredentialRetrievalError"), AccessDeniedError),
+        **dict.fromkeys(("SSOTokenLoadError", "UnauthorizedSSOTokenError"), AccessDeniedError),
+        **dict.fromkeys(("ReadTimeoutError", "ConnectTimeoutError"), StoreTimeoutError),
+        "ParamValidationError": StoreError,
+    }
+    kind = kinds.get(type(error).__name__, StoreUnavailableError)
+    detail = redact_url(str(error))[:300]
+    message = describe(kind, operation=operation, key=key, status=None, code=None, detail=detail)
+    return kind(message, url=url, key=key, operation=operation)
+
+
+@contextmanager
+def boto_translated(operation: str, *, url: str, key: str | None = None) -> Iterator[None]:
+    """Raise what boto3 raises inside as our errors."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        raise translate_answer(error.response, operation=operation, url=url, key=key) from error
+    except (BotoCoreError, Boto3Error) as error:
+        raise translate_client_side(error, operation=operation, url=url, key=key) from error

@@ -1,0 +1,62 @@
+"""An object's bytes on their way into an upload: counted, checked, cut into few enough parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from remote_ckpt.errors import IntegrityError
+from remote_ckpt.options import MiB
+from remote_ckpt.store.base import Buffer, ChunkSource
+
+MAX_PARTS: Final = 9_500
+"""Most parts of one upload that we plan: S3 refuses the 10,001st, after all others were sent."""
+
+
+def plan_part_bytes(size_bytes: int, part_bytes: int) -> int:
+    """Return a part size, at least ``part_bytes``, that needs at most :data:`MAX_PARTS` parts."""
+    needed = -(-size_bytes // MAX_PARTS)
+    return max(part_bytes, -(-needed // MiB) * MiB)
+
+
+class CheckedChunks:
+    """Iterates over a source once and fails where its bytes do not sum up to the size.
+
+    A driver may wrap or lose an exception that passes through it, so the original is kept.
+
+    Attributes:
+        failure: What went wrong in the source, or the IntegrityError of a wrong sum; else None.
+    """
+
+    def __init__(self, source: ChunkSource, size_bytes: int, *, url: str, key: str) -> None:
+        self.failure: BaseException | None = None
+        self._source = source
+        self._size_bytes = size_bytes
+        self._url, self._key = url, key
+
+    def __iter__(self) -> Iterator[Buffer]:
+        try:
+            yield from self._checked()
+        except GeneratorExit:  # the driver stopped reading: its own error says why
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def joined(self) -> Buffer:
+        """Return all bytes; a single chunk is not copied."""
+        chunks = list(self)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _checked(self) -> Iterator[Buffer]:
+        sum_bytes = 0
+        for chunk in self._source():
+            sum_bytes += len(chunk)
+            if sum_bytes > self._size_bytes:
+                break
+            if len(chunk):
+                yield chunk
+        if sum_bytes != self._size_bytes:
+            given = f"{sum_bytes} bytes" if sum_bytes < self._size_bytes else "more"
+            message = f"the source gave {given} instead of {self._size_bytes} bytes"
+            raise IntegrityError(message, url=self._url, key=self._key, operation="write_stream")

@@ -1,0 +1,125 @@
+"""AWS credentials in the order in which boto3 looks for them, refreshed for as long as a job runs.
+
+1. ``key`` and ``secret`` of the storage options; 2. an explicit ``profile``; 3. ``AWS_ACCESS_KEY_ID`` and
+its companions; 4. botocore's chain: ``AWS_PROFILE``, shared files, SSO, web identity (IRSA), container
+and instance roles. Without botocore obstore looks for web identity, container and instance roles itself.
+
+Static keys are handed over as a provider too: obstore would mix a key from the options with a session
+token from the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any, Final, TypeAlias
+
+from remote_ckpt.errors import AccessDeniedError, ConfigError, MissingDependencyError
+
+CredentialProvider: TypeAlias = Callable[[], dict[str, Any]]
+
+# botocore renews credentials 10 minutes before they end (mandatory refresh), so those it hands out
+# live at least that long; asking it again sooner never uses an expired token.
+_REUSE: Final = timedelta(minutes=8)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticCredentials:
+    """One key pair, with a session token or without."""
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    token: str | None = field(default=None, repr=False)
+
+    def __call__(self) -> dict[str, Any]:
+        return {
+            "access_key_id": self.access_key_id,
+            "secret_access_key": self.secret_access_key,
+            "token": self.token,
+            "expires_at": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BotocoreCredentials:
+    """Whatever botocore's chain found; botocore renews it."""
+
+    credentials: Any = field(repr=False)
+
+    def __call__(self) -> dict[str, Any]:
+        frozen = self.credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(timezone.utc) + _REUSE,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AwsIdentity:
+    """Credentials, and what the profile that holds them says about the store."""
+
+    provider: CredentialProvider | None
+    region: str | None = None
+    endpoint_url: str | None = None
+
+
+def find_aws_identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> AwsIdentity:
+    """Return the credentials to use.
+
+    Args:
+        given: Options ``access_key_id``, ``secret_access_key``, ``session_token``, ``profile``.
+        environ: The process's environment.
+
+    Raises:
+        ConfigError: Half a key pair, or a profile that does not exist.
+        MissingDependencyError: A profile is asked for and botocore is not installed.
+        AccessDeniedError: botocore's chain found nothing.
+    """
+    profile = given.get("profile")
+    static = _static(given, "storage_options") or (
+        None if profile else _static(_from(environ), "the environment")
+    )
+    if static is not None:
+        return AwsIdentity(static)
+    return _from_botocore(profile or environ.get("AWS_PROFILE"))
+
+
+def _from(environ: Mapping[str, str]) -> Mapping[str, str | None]:
+    return {
+        "access_key_id": environ.get("AWS_ACCESS_KEY_ID"),
+        "secret_access_key": environ.get("AWS_SECRET_ACCESS_KEY"),
+        "session_token": environ.get("AWS_SESSION_TOKEN") or environ.get("AWS_TOKEN"),
+    }
+
+
+def _static(given: Mapping[str, Any], where: str) -> StaticCredentials | None:
+    key, secret = given.get("access_key_id"), given.get("secret_access_key")
+    if not key and not secret:
+        return None
+    if not key or not secret:
+        raise ConfigError(f"{where} has only one of access key and secret key: give both")
+    return StaticCredentials(key, secret, given.get("session_token"))
+
+
+def _from_botocore(profile: str | None) -> AwsIdentity:
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError as error:
+        if profile is None:
+            return AwsIdentity(None)
+        raise MissingDependencyError("AWS profiles need boto3: pip install 'remote-ckpt[aws]'") from error
+    session = botocore.session.Session(profile=profile)
+    try:
+        settings, credentials = session.get_scoped_config(), session.get_credentials()
+    except botocore.exceptions.ProfileNotFound as error:
+        raise ConfigError(f"the AWS profile {profile!r} does not exist") from error
+    if credentials is None:
+        raise AccessDeniedError(
+            "no AWS credentials were found: give key and secret, set AWS_ACCESS_KEY_ID or a profile, "
+            "or pass anon=True for a public bucket"
+        )
+    return AwsIdentity(BotocoreCredentials(credentials), settings.get("region"), settings.get("endpoint_url"))

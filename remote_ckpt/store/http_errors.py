@@ -1,0 +1,113 @@
+"""What a store's HTTP answer means: status and error code to one of our errors.
+
+Shared by the adapters, so that obstore's and botocore's views of one answer agree. Codes are those of
+S3 (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html), which GCS's XML interface
+shares, and of Azure Blob Storage.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    IntegrityError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageFullError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+
+_BY_CODE: Final[dict[str, type[StoreError]]] = {
+    **dict.fromkeys(("NoSuchKey", "BlobNotFound"), ObjectNotFoundError),
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), BucketNotFoundError),
+    **dict.fromkeys(
+        (
+            *("AccessDenied", "AllAccessDisabled", "AccountProblem", "InvalidSecurity", "NotSignedUp"),
+            *("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"),
+            *("SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"),
+            *("AuthenticationFailed", "AuthorizationFailure", "AuthorizationPermissionMismatch"),
+        ),
+        AccessDeniedError,
+    ),
+    **dict.fromkeys(("RequestTimeout", "OperationTimedOut"), StoreTimeoutError),
+    **dict.fromkeys(
+        (
+            *("InternalError", "ServiceUnavailable", "SlowDown", "ServerBusy", "RequestLimitExceeded"),
+            *("Throttling", "ThrottlingException", "TooManyRequests", "BandwidthLimitExceeded"),
+            *("OperationAborted", "ConditionalRequestConflict", "NoSuchUpload"),
+        ),
+        StoreUnavailableError,
+    ),
+    **dict.fromkeys(("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"), StorageFullError),
+    **dict.fromkeys(("InvalidRange", "BadDigest", "XAmzContentChecksumMismatch"), IntegrityError),
+    "IncompleteBody": StoreUnavailableError,
+}
+
+_BY_STATUS: Final[dict[int, type[StoreError]]] = {
+    401: AccessDeniedError,
+    403: AccessDeniedError,
+    # A 404 that does not say "no such key" may come from a proxy in front of the store: no absence.
+    404: StoreUnavailableError,
+    408: StoreTimeoutError,
+    409: StoreUnavailableError,
+    416: IntegrityError,
+    429: StoreUnavailableError,
+    499: StoreUnavailableError,
+    507: StorageFullError,
+}
+
+_ADVICE: Final[dict[type[StoreError], str]] = {
+    AccessDeniedError: "check the credentials and their rights on this bucket and prefix",
+    BucketNotFoundError: "create the bucket, or correct its name or endpoint",
+    StorageFullError: "free space or raise the quota",
+}
+
+_ADVICE_BY_CODE: Final[dict[str, str]] = {
+    "ExpiredToken": "the session token has expired: use credentials that refresh, or log in again",
+    "RequestTimeTooSkewed": "the clock of this host is wrong",
+    "PermanentRedirect": "set the bucket's own region (client_kwargs={'region_name': ...} or AWS_REGION)",
+    "AuthorizationHeaderMalformed": "set the bucket's own region (AWS_REGION)",
+}
+
+
+def error_type(status: int | None, code: str | None, *, is_create: bool = False) -> type[StoreError]:
+    """Return the kind of error that an answer means; a known code says more than the status.
+
+    Args:
+        status: HTTP status, or None where no answer arrived.
+        code: The error code of the answer's body.
+        is_create: The request was a create-only write: 304, 409 and 412 are conflicts.
+    """
+    if is_create and status in (304, 409, 412):
+        return ObjectExistsError
+    if code in _BY_CODE:
+        return _BY_CODE[code]
+    if status is None or status >= 500:
+        return _BY_STATUS.get(status or 0, StoreUnavailableError)
+    return _BY_STATUS.get(status, StoreError)
+
+
+def advice(kind: type[StoreError], code: str | None) -> str:
+    """Return what to do about an error, or ``""``."""
+    return _ADVICE_BY_CODE.get(code or "", _ADVICE.get(kind, ""))
+
+
+def describe(
+    kind: type[StoreError],
+    *,
+    operation: str,
+    key: str | None,
+    status: int | None,
+    code: str | None,
+    detail: str,
+) -> str:
+    """Return a message: what failed, what the store said, what to do."""
+    said = " ".join(str(part) for part in (status, code) if part)
+    answer = f"the store answered {said}" if said else "no answer from the store"
+    what = f"{operation} of {key!r}" if key else operation
+    parts = [f"{what} failed: {answer}" + (f" ({detail})" if detail else ""), advice(kind, code)]
+    return "; ".join(part for part in parts if part)

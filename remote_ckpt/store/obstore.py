@@ -1,0 +1,325 @@
+"""S3 and its compatibles, Google Cloud Storage and Azure through obstore, a native parallel client.
+
+What obstore does that this adapter guards against, each found by trying (obstore 0.12):
+
+- it hangs for ever in a process forked after its first use: refused at once
+- it calls a missing bucket, or a proxy's 404, "not found": only a clean answer is absence
+- it cuts a range that ends past the object's end: the length is checked
+- it counts no parts (10,000 is S3's limit), and its default part of 5 MiB caps an object at 48.8 GiB
+- its time-out of 30 s includes the body: here it grows with the size of a part
+- a batch delete stops at the first error: then each key is deleted on its own
+- it lists a folder marker ``name/`` as the object ``name``: objects without bytes are looked at again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import obstore
+
+from remote_ckpt.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    RemoteCkptError,
+    StoreError,
+    StoreUnavailableError,
+)
+from remote_ckpt.options import RetryOptions, TransferOptions
+from remote_ckpt.store.base import (
+    Buffer,
+    ChunkSource,
+    CreateOnly,
+    DeleteFailure,
+    Listing,
+    ObjectInfo,
+    Store,
+    StoreCapabilities,
+    check_key,
+    check_prefix,
+    sorted_infos,
+)
+from remote_ckpt.store.chunks import CheckedChunks, plan_part_bytes
+from remote_ckpt.store.http_clock import read_date
+from remote_ckpt.store.obstore_clients import Clients, check_process, open_clients, plan_settings
+from remote_ckpt.store.obstore_errors import DRIVER_ERRORS, redacted, status_of, translate
+from remote_ckpt.store.obstore_options import DriverSettings
+from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, s3_uploads
+from remote_ckpt.store.wrappers import PrefixStore
+from remote_ckpt.url import Location
+
+_LIST_PAGE: Final = 1_000
+_CLOCK_SECONDS: Final = 20.0
+
+
+def open_obstore_store(
+    location: Location,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    retry: RetryOptions | None = None,
+    transfer: TransferOptions | None = None,
+) -> ObstoreStore:
+    """Return the store at an ``s3``, ``gs`` or ``az`` location; nothing is sent to it yet.
+
+    Args:
+        location: The bucket, and the prefix that becomes the store's root.
+        storage_options: As for s3fs, gcsfs or adlfs (see :mod:`remote_ckpt.store.obstore_options`); they
+            win over what the location carries.
+        retry: Time-outs of requests.
+        transfer: Part size, from which the time allowed for a body follows.
+
+    Raises:
+        ConfigError: The scheme, or an option, is not known.
+        AccessDeniedError: S3: there are no credentials, and ``anon`` was not given.
+        ForkedProcessError: obstore was used before this process was forked.
+    """
+    check_process(location.url)
+    settings = plan_settings(location, {**location.options, **(storage_options or {})})
+    clients = open_clients(
+        location, settings, retry=retry or RetryOptions(), transfer=transfer or TransferOptions()
+    )
+    return ObstoreStore(location, clients, settings)
+
+
+class ObstoreStore:
+    """One prefix of a bucket. Made by :func:`open_obstore_store`."""
+
+    def __init__(self, location: Location, clients: Clients, settings: DriverSettings) -> None:
+        self._location = location
+        self._clients: Clients | None = clients
+        self._settings = settings
+        self._root = f"{location.path}/" if location.path else ""
+
+    def __repr__(self) -> str:
+        return f"ObstoreStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """See :attr:`Store.url`."""
+        return self._location.url
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """Copies run in the store; whether it honours create-only depends on the server."""
+        return StoreCapabilities(create_only=CreateOnly.PROBE, server_side_copy=True)
+
+    def read(self, key: str) -> bytes:
+        """See :meth:`Store.read`."""
+        with self._request("read", key) as (clients, path):
+            return bytes(obstore.get(clients.bulk, path).bytes())
+
+    def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
+        """See :meth:`Store.read_range`."""
+        if offset_bytes < 0 or length_bytes < 1:
+            raise ConfigError(
+                f"no range: offset {offset_bytes}, length {length_bytes}", url=self.url, key=key
+            )
+        with self._request("read_range", key) as (clients, path):
+            found = memoryview(obstore.get_range(clients.bulk, path, start=offset_bytes, length=length_bytes))
+        if len(found) != length_bytes:
+            message = (
+                f"the object ends {length_bytes - len(found)} bytes before byte {offset_bytes + length_bytes}"
+            )
+            raise IntegrityError(message, url=self.url, key=key, operation="read_range")
+        return found
+
+    def read_range_into(self, key: str, offset_bytes: int, out: memoryview) -> None:
+        """See :meth:`Store.read_range_into`; the bytes are copied once."""
+        out[:] = self.read_range(key, offset_bytes, len(out))
+
+    def write(self, key: str, data: Buffer) -> None:
+        """See :meth:`Store.write`."""
+        with self._request("write", key) as (clients, path):
+            obstore.put(clients.once, path, _not_empty(data), use_multipart=False)
+
+    def create(self, key: str, data: Buffer) -> None:
+        """See :meth:`Store.create`."""
+        with self._request("create", key) as (clients, path):
+            obstore.put(clients.once, path, _not_empty(data), use_multipart=False, mode="create")
+
+    def write_stream(
+        self,
+        key: str,
+        source: ChunkSource,
+        *,
+        size_bytes: int,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        """See :meth:`Store.write_stream`.
+
+        Chunks are sent without a copy, after the next ones were asked for: none may change before this
+        returns.
+        """
+        chunks = CheckedChunks(source, size_bytes, url=self.url, key=key)
+        try:
+            self._send(key, chunks, size_bytes, plan_part_bytes(size_bytes, part_bytes), concurrency)
+        except BaseException:
+            if chunks.failure is None:
+                raise
+        if chunks.failure is not None:  # raised out here, so that its own context stays as it was
+            raise chunks.failure
+
+    def info(self, key: str) -> ObjectInfo:
+        """See :meth:`Store.info`."""
+        with self._request("info", key) as (clients, path):
+            try:
+                return self._info(obstore.head(clients.once, path))
+            except DRIVER_ERRORS as error:
+                if status_of(error) not in (400, 404):
+                    raise
+                # An answer to HEAD has no body: another request tells a missing bucket or an expired token.
+                next(iter(obstore.list(clients.once, path)), None)
+                if status_of(error) == 400:
+                    raise
+                raise ObjectNotFoundError(
+                    "no such object", url=self.url, key=key, operation="info"
+                ) from error
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """See :meth:`Store.list`."""
+        start = self._root + check_prefix(prefix)
+        with self._request("list") as (clients, _):
+            pages = obstore.list(clients.once, start, chunk_size=_LIST_PAGE)
+            found = [meta for page in pages for meta in page]
+        return sorted_infos(self._objects(found))
+
+    def list_children(self, prefix: str = "") -> Listing:
+        """See :meth:`Store.list_children`."""
+        start = self._root + check_prefix(prefix)
+        with self._request("list_children") as (clients, _):
+            level = obstore.list_with_delimiter(clients.once, start)
+        names = sorted(found.rstrip("/")[len(start) :] for found in level["common_prefixes"])
+        return Listing(tuple(sorted_infos(self._objects(level["objects"]))), tuple(names))
+
+    def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+        """See :meth:`Store.delete`; a missing bucket, or a store that is down, raises instead."""
+        paths = {check_key(key): self._root + key for key in keys}
+        if not paths:
+            return ()
+        try:
+            with self._request("delete") as (clients, _):
+                obstore.delete(clients.once, [*paths.values()])
+        except (BucketNotFoundError, StoreUnavailableError):
+            raise
+        except StoreError:
+            return [failure for key in paths if (failure := self._delete_one(key)) is not None]
+        return ()
+
+    def copy(self, source: str, target: str) -> None:
+        """See :meth:`Store.copy`; above 5 GiB S3 needs boto3."""
+        size_bytes = self.info(source).size_bytes
+        path = self._root + check_key(target)
+        if size_bytes > MAX_COPY_BYTES and self._location.scheme == "s3":
+            self.open_uploads().copy(self._root + source, path)
+            return
+        with self._request("copy", source) as (clients, source_path):
+            obstore.copy(clients.bulk, source_path, path)
+
+    def clock(self) -> datetime:
+        """See :meth:`Store.clock`.
+
+        S3: one request, to whole seconds. Elsewhere a small object is written, looked at and removed.
+        """
+        if self._location.scheme != "s3" or self._settings.config.get("skip_signature"):
+            return self._marker_time()
+        with self._request("clock", ".clock") as (clients, path):
+            signed_url = obstore.sign(clients.once, "HEAD", path, timedelta(minutes=5))
+        return read_date(
+            signed_url, timeout_seconds=_CLOCK_SECONDS, verify=self._settings.verify, url=self.url
+        )
+
+    def scope(self, name: str, *, create: bool = False) -> Store:
+        """See :meth:`Store.scope`; there are no folders to make."""
+        return PrefixStore(self, check_key(name))
+
+    def is_current(self) -> bool:
+        """True: there are no folders that could move."""
+        return True
+
+    def remove_folder(self) -> bool:
+        """False: there are no folders to remove."""
+        return False
+
+    def open_uploads(self) -> S3Uploads:
+        """Return the bucket's multipart uploads (S3 only); their keys start with the store's own prefix.
+
+        Raises:
+            MissingDependencyError: boto3 is not installed.
+            ConfigError: The store is not S3.
+        """
+        if self._location.scheme != "s3":
+            raise ConfigError("open uploads can be listed on S3 only", url=self.url)
+        return s3_uploads(self._location.bucket, self._settings, url=self.url)
+
+    def close(self) -> None:
+        """Drop the clients; further calls raise ConfigError."""
+        self._clients = None
+
+    @contextmanager
+    def _request(self, operation: str, key: str | None = None) -> Iterator[tuple[Clients, str]]:
+        """Give the clients and the key's path in the bucket; raise obstore's errors as ours."""
+        check_process(self.url)
+        if self._clients is None:
+            raise ConfigError("the store is closed", url=self.url)
+        try:
+            yield self._clients, self._root + (check_key(key) if key else "")
+        except RemoteCkptError:
+            raise
+        except DRIVER_ERRORS as error:
+            raise translate(error, operation=operation, url=self.url, key=key) from redacted(error)
+
+    def _send(
+        self, key: str, chunks: CheckedChunks, size_bytes: int, part_bytes: int, concurrency: int
+    ) -> None:
+        with self._request("write_stream", key) as (clients, path):
+            if size_bytes <= part_bytes:
+                obstore.put(clients.bulk, path, _not_empty(chunks.joined()), use_multipart=False)
+                return
+            obstore.put(
+                clients.bulk,
+                path,
+                iter(chunks),
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=concurrency,
+            )
+
+    def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
+        return ObjectInfo(meta["path"][len(self._root) :], meta["size"], meta["last_modified"])
+
+    def _objects(self, found: Iterable[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
+        for meta in found:
+            info = self._info(meta)
+            with contextlib.suppress(ObjectNotFoundError):  # a marker "name/" is listed as "name"
+                yield info if info.size_bytes else self.info(info.key)
+
+    def _delete_one(self, key: str) -> DeleteFailure | None:
+        try:
+            with self._request("delete", key) as (clients, path):
+                obstore.delete(clients.once, path)
+        except ObjectNotFoundError:
+            return None
+        except StoreError as error:
+            return DeleteFailure(key, error)
+        return None
+
+    def _marker_time(self) -> datetime:
+        marker = f".clock-{secrets.token_hex(8)}"
+        self.write(marker, b"time")
+        try:
+            return self.info(marker).modified_at
+        finally:
+            self._delete_one(marker)
+
+
+def _not_empty(data: Buffer) -> Buffer:
+    if not len(data):
+        raise ConfigError("objects must not be empty")
+    return data
