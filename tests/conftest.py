@@ -1,0 +1,59 @@
+"""Servers that tests share: each is started when first asked for, and ended with the session."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from remote_ckpt.testing.servers import (
+    LocalServer,
+    MiniStackServer,
+    MotoServer,
+    RcloneServer,
+    SeaweedServer,
+)
+
+_bucket_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def ministack() -> Iterator[LocalServer]:
+    with MiniStackServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[LocalServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[LocalServer]:
+    with SeaweedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone() -> Iterator[LocalServer]:
+    with RcloneServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fresh_bucket() -> Callable[[LocalServer], str]:
+    """Return a function that makes an empty bucket on a server and returns its name."""
+    return lambda server: server.create_bucket(f"bucket-{next(_bucket_numbers)}")
+
+
+@pytest.fixture(autouse=True)
+def _no_aws_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the developer's own AWS settings, and the cloud's metadata service, out of every test."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
