@@ -1,0 +1,108 @@
+"""Changing what a checkpoint says about itself: pins, metrics, user metadata.
+
+Each change is a new generation that carries on everything the last one said, the keys that are
+still to be deleted included. Whoever was second looks again and decides again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from remote_ckpt._version import __version__
+from remote_ckpt.errors import CheckpointChangedError, CheckpointNotFoundError
+from remote_ckpt.generation import (
+    DEFAULT_OPTIONS,
+    REAL_TIME,
+    Patience,
+    Waiting,
+    create_generation,
+    highest_after,
+)
+from remote_ckpt.manifest import Manifest
+from remote_ckpt.newest import read_newest
+from remote_ckpt.options import Options
+from remote_ckpt.store.base import Store
+
+
+def set_pinned(
+    checkpoint: Store,
+    is_pinned: bool,
+    *,
+    options: Options = DEFAULT_OPTIONS,
+    waiting: Waiting = REAL_TIME,
+) -> Manifest:
+    """Pin a checkpoint, so that it is neither replaced nor deleted, or unpin it.
+
+    Returns:
+        The newest generation, which says so; no new one is made where it said so already.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint of ours (stock ones have no manifest to pin).
+        CheckpointDamagedError, FormatError: Its newest generation cannot be read.
+        CheckpointChangedError: It was deleted meanwhile, or changed again and again.
+        CommitUnknownError: Whether it is pinned could not be found out.
+        StoreError: The store failed or refused; nothing changed.
+    """
+    return _change(checkpoint, lambda manifest: replace(manifest, pinned=is_pinned), options, waiting)
+
+
+def annotate(
+    checkpoint: Store,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    user_metadata: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+    waiting: Waiting = REAL_TIME,
+) -> Manifest:
+    """Add metrics or user metadata to a checkpoint, for example after an evaluation.
+
+    Names that it has already get the new value, all others stay. Returns and raises as :func:`set_pinned`;
+    ConfigError for values that a manifest cannot hold.
+    """
+
+    def edit(manifest: Manifest) -> Manifest:
+        return replace(
+            manifest,
+            metrics={**manifest.metrics, **(metrics or {})},
+            user_metadata={**manifest.user_metadata, **(user_metadata or {})},
+        )
+
+    return _change(checkpoint, edit, options, waiting)
+
+
+def _change(
+    checkpoint: Store, edit: Callable[[Manifest], Manifest], options: Options, waiting: Waiting
+) -> Manifest:
+    patience = Patience(options, waiting)
+    while True:
+        current = _read_live(checkpoint)
+        edited = edit(current)
+        if edited == current:
+            return current
+        edited = replace(
+            edited,
+            generation=current.generation + 1,
+            created_at=checkpoint.clock(),
+            package_version=__version__,
+        )
+        # A higher generation may have come first, without what this one says: look and decide again.
+        if create_generation(checkpoint, edited, options=options, waiting=waiting) and (
+            highest_after(checkpoint, edited.generation, options=options, waiting=waiting)
+            == edited.generation
+        ):
+            return edited
+        if not patience.wait():
+            raise CheckpointChangedError(
+                "others kept changing the checkpoint", url=checkpoint.url, operation="change"
+            )
+
+
+def _read_live(checkpoint: Store) -> Manifest:
+    newest = read_newest(checkpoint)
+    if newest is None or not newest.is_live:
+        raise CheckpointNotFoundError(
+            "there is no checkpoint with a manifest here", url=checkpoint.url, operation="change"
+        )
+    return newest.manifest

@@ -1,0 +1,273 @@
+"""Deleting a checkpoint: hide it first, by a tombstone generation, and only then remove its objects.
+
+The tombstone is created like any other generation, so a pin or a replacement that came first wins.
+It names the exact keys that it makes superfluous; whoever comes next after a crash goes on with it.
+
+A tombstone stays: it keeps the number taken, so nothing slow can hit a newer life of the name. On a
+local disk the whole folder is moved aside and emptied instead. That would take along a generation
+created in the last moment, so a tombstone there *closes* its folder: nobody builds on it, and the
+next save first finishes the removal and then begins in a new folder.
+
+Stock DCP checkpoints and plain ones have no manifest and get no tombstone: ``.metadata`` goes first
+and then the files that belong to the checkpoint. Files that we do not recognise are never deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from remote_ckpt._version import __version__
+from remote_ckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    ObjectNotFoundError,
+    StoreError,
+)
+from remote_ckpt.generation import (
+    DEFAULT_OPTIONS,
+    REAL_TIME,
+    Patience,
+    Waiting,
+    create_generation,
+    highest_after,
+)
+from remote_ckpt.keys import STOCK_METADATA_NAME, new_save_id, own_key
+from remote_ckpt.manifest import Manifest
+from remote_ckpt.newest import Newest, Standing, list_generations, look, named_keys, read_newest, stock_keys
+from remote_ckpt.options import Options
+from remote_ckpt.stock_metadata import publish_stock_metadata
+from remote_ckpt.store.base import DeleteFailure, ObjectInfo, Store
+from remote_ckpt.url import parse_step
+
+CLOSES_FOLDER = "closes_folder"
+"""Field of a tombstone on a local disk: the deletion ends with the removal of the whole folder."""
+
+_MAX_LIVES = 4
+
+
+def delete_checkpoint(
+    checkpoint: Store,
+    *,
+    if_generation: int | None = None,
+    options: Options = DEFAULT_OPTIONS,
+    waiting: Waiting = REAL_TIME,
+) -> None:
+    """Delete a checkpoint, or finish a deletion that was interrupted. Called by one process.
+
+    Args:
+        if_generation: Delete only if this still is the newest generation: what a plan was made from.
+
+    Raises:
+        CheckpointNotFoundError: Nothing that we recognise stands here.
+        CheckpointPinnedError: It is pinned.
+        CheckpointChangedError: It is not the planned generation, or was saved anew meanwhile.
+        CommitUnknownError: Whether it is deleted could not be found out; nothing was removed.
+        StoreError: The store failed. If it names keys, the checkpoint is gone for every reader, and
+            another call removes what is left.
+    """
+    patience = Patience(options, waiting)
+    while True:
+        standing = look(checkpoint)
+        if standing.manifest is not None and not standing.is_live:
+            return finish_deletion(checkpoint, standing.manifest)
+        _check_may_delete(checkpoint, standing, if_generation)
+        if not standing.generation:
+            return _delete_stock(checkpoint, standing)
+        tombstone = _tombstone(checkpoint, standing)
+        if create_generation(checkpoint, tombstone, options=options, waiting=waiting):
+            break
+        if not patience.wait():
+            raise _changed(checkpoint, "others kept changing the checkpoint")
+    _check_not_late(checkpoint, tombstone, options, waiting)
+    finish_deletion(checkpoint, tombstone)
+
+
+def finish_deletion(checkpoint: Store, tombstone: Manifest) -> None:
+    """Remove what a tombstone names, and on a local disk the folder; errors as :func:`delete_checkpoint`."""
+    try:
+        _remove_objects(checkpoint, tombstone)
+    except (StoreError, CheckpointChangedError):
+        if checkpoint.is_current():
+            raise
+        # Somebody else finished the same deletion and took the folder away.
+
+
+def open_life(root: Store, name: str) -> Store:
+    """Return the scope of a checkpoint to save into, created where missing, never a closed folder.
+
+    Raises:
+        CheckpointChangedError: The folder was deleted again and again.
+        CheckpointExistsError: Local only: a file stands there.
+        StoreError: The store failed, or an interrupted deletion could not be finished.
+    """
+    for _ in range(_MAX_LIVES):
+        checkpoint = root.scope(name, create=True)
+        standing = look(checkpoint)
+        if standing.manifest is None or not is_closed(checkpoint, standing):
+            return checkpoint
+        finish_deletion(checkpoint, standing.manifest)
+        if checkpoint.is_current():
+            _reopen(checkpoint, standing.manifest)
+            return checkpoint
+        checkpoint.close()
+    raise _changed(root, f"{name} was deleted {_MAX_LIVES} times while it was opened")
+
+
+def is_closed(checkpoint: Store, standing: Standing) -> bool:
+    """Whether a tombstone said that this folder is going to be taken away: nobody builds on it."""
+    is_deleted = standing.manifest is not None and not standing.is_live
+    return is_deleted and checkpoint.capabilities.has_folders and _closes(standing.manifest)
+
+
+def delete_superseded(
+    checkpoint: Store, keys: Sequence[str], newest: Newest | None
+) -> Sequence[DeleteFailure]:
+    """Delete ``keys`` except those that the newest generation needs; returns what could not be deleted."""
+    needed = named_keys(newest.manifest) if newest is not None and newest.is_live else frozenset()
+    unneeded = [key for key in keys if key not in needed]
+    if not unneeded:
+        return ()
+    try:
+        return checkpoint.delete(unneeded)
+    except StoreError as error:
+        return [DeleteFailure(key, error) for key in unneeded]
+
+
+# --- deciding ----------------------------------------------------------------------------------------
+
+
+def _check_may_delete(checkpoint: Store, standing: Standing, if_generation: int | None) -> None:
+    if standing.kind is None:
+        raise CheckpointNotFoundError("no checkpoint here", url=checkpoint.url, operation="delete")
+    if standing.is_pinned:
+        raise CheckpointPinnedError(
+            "the checkpoint is pinned: unpin it before it is deleted", url=checkpoint.url, operation="delete"
+        )
+    if if_generation is not None and if_generation != standing.generation:
+        raise _changed(
+            checkpoint, f"it has generation {standing.generation} now, {if_generation} was to be deleted"
+        )
+
+
+def _tombstone(checkpoint: Store, standing: Standing) -> Manifest:
+    below = standing.manifest or _nameless(checkpoint)
+    closes = checkpoint.capabilities.has_folders and not _foreign(standing.infos, standing.superseded_keys)
+    return replace(
+        below,
+        generation=standing.generation + 1,
+        state="deleted",
+        created_at=checkpoint.clock(),
+        package_version=__version__,
+        total_bytes=0,
+        objects=(),
+        index=None,
+        stock_metadata=None,
+        pinned=False,
+        superseded=standing.superseded_keys,
+        extra={**_without_mark(below), **({CLOSES_FOLDER: True} if closes else {})},
+    )
+
+
+def _nameless(checkpoint: Store) -> Manifest:
+    """A manifest to start a tombstone from, where none can be read."""
+    now = checkpoint.clock()
+    name = checkpoint.url.rstrip("/").rpartition("/")[2]
+    return Manifest(
+        generation=1,
+        save_id=new_save_id(),
+        state="deleted",
+        name=name,
+        step=parse_step(name),
+        created_at=now,
+        committed_at=now,
+        world_size=1,
+        package_version=__version__,
+        total_bytes=0,
+        content_digest="",
+    )
+
+
+def _check_not_late(checkpoint: Store, tombstone: Manifest, options: Options, waiting: Waiting) -> None:
+    top = highest_after(checkpoint, tombstone.generation, options=options, waiting=waiting)
+    if top == tombstone.generation:
+        return
+    newest = read_newest(checkpoint)
+    if newest is not None and newest.is_live:
+        raise _changed(checkpoint, "it was saved anew while it was deleted; the new one stays")
+
+
+# --- removing ----------------------------------------------------------------------------------------
+
+
+def _remove_objects(checkpoint: Store, tombstone: Manifest) -> None:
+    newest = publish_stock_metadata(checkpoint, Newest(tombstone.generation, tombstone))
+    _raise_failures(checkpoint, delete_superseded(checkpoint, tombstone.superseded, newest))
+    if _closes(tombstone):
+        _remove_folder(checkpoint, tombstone)
+
+
+def _remove_folder(checkpoint: Store, tombstone: Manifest) -> None:
+    """Take the folder away, unless it holds what is not ours or a later generation."""
+    infos = checkpoint.list("")
+    if list_generations(infos)[-1:] == [tombstone.generation] and not _foreign(infos, ()):
+        checkpoint.remove_folder()
+
+
+def _reopen(checkpoint: Store, tombstone: Manifest) -> None:
+    """Say that a folder which cannot be taken away (a link, no locks, other people's files) stays in use."""
+    again = replace(
+        tombstone,
+        generation=tombstone.generation + 1,
+        created_at=checkpoint.clock(),
+        superseded=(),
+        extra=_without_mark(tombstone),
+    )
+    create_generation(checkpoint, again)  # where another was first, it said the same or saved
+
+
+def _delete_stock(checkpoint: Store, standing: Standing) -> None:
+    keys = stock_keys(standing.infos, standing.kind)
+    if standing.kind == "dcp":
+        _raise_failures(checkpoint, checkpoint.delete([STOCK_METADATA_NAME]))
+    _raise_failures(checkpoint, delete_superseded(checkpoint, keys, None))
+    if (newest := read_newest(checkpoint)) is not None:
+        publish_stock_metadata(checkpoint, newest)  # a save came in between: give it its .metadata back
+    elif checkpoint.capabilities.has_folders and not checkpoint.list(""):
+        _remove_empty_folder(checkpoint)
+
+
+def _remove_empty_folder(checkpoint: Store) -> None:
+    tombstone = replace(_nameless(checkpoint), extra={CLOSES_FOLDER: True})
+    if create_generation(checkpoint, tombstone):
+        finish_deletion(checkpoint, tombstone)
+
+
+def _raise_failures(checkpoint: Store, failures: Sequence[DeleteFailure]) -> None:
+    failures = [failure for failure in failures if not isinstance(failure.error, ObjectNotFoundError)]
+    if failures:
+        details = "; ".join(f"{failure.key}: {failure.error}" for failure in failures)
+        raise StoreError(
+            f"the checkpoint is deleted for readers, but {len(failures)} of its objects could not be removed "
+            f"(delete it again to finish): {details}",
+            url=checkpoint.url,
+            key=failures[0].key,
+            operation="delete",
+        ) from failures[0].error
+
+
+def _foreign(infos: Sequence[ObjectInfo], own: Sequence[str]) -> list[str]:
+    return [info.key for info in infos if not own_key(info.key) and info.key not in own]
+
+
+def _closes(manifest: Manifest | None) -> bool:
+    return manifest is not None and manifest.extra.get(CLOSES_FOLDER) is True
+
+
+def _without_mark(manifest: Manifest) -> dict[str, object]:
+    return {name: value for name, value in manifest.extra.items() if name != CLOSES_FOLDER}
+
+
+def _changed(store: Store, message: str) -> CheckpointChangedError:
+    return CheckpointChangedError(message, url=store.url, operation="delete")

@@ -1,0 +1,160 @@
+"""Which checkpoints a run's directory holds. Absence is said only after listings that succeeded.
+
+Half-made checkpoints, deleted ones, and everything with a name or content that we do not recognise
+are passed over. A damaged checkpoint is shown as such; any failure of the store is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from remote_ckpt.errors import (
+    CheckpointChangedError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    UrlError,
+)
+from remote_ckpt.log import logger
+from remote_ckpt.manifest import Manifest
+from remote_ckpt.newest import CheckpointKind, Standing, look_at_top
+from remote_ckpt.store.base import Store
+from remote_ckpt.url import check_name, parse_step
+
+_MAX_THREADS = 16
+_MAX_LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEntry:
+    """One checkpoint of a run's directory.
+
+    Args:
+        name: Its name below the root.
+        step: The number that the name spells; None for a named checkpoint.
+        kind: ``"remote_ckpt"``, ``"dcp"`` (stock) or ``"plain"`` (``checkpoint.pth``).
+        generation: The newest generation; 0 for stock and plain ones.
+        manifest: The newest manifest; None for stock, plain and damaged ones.
+        error: Why the newest manifest cannot be read.
+    """
+
+    name: str
+    step: int | None
+    kind: CheckpointKind
+    generation: int = 0
+    manifest: Manifest | None = None
+    error: CheckpointError | None = None
+
+
+def find_checkpoints(root: Store) -> list[CheckpointEntry]:
+    """Return all checkpoints below ``root``: steps by number, then named ones by name.
+
+    Takes one listing, and two requests for each child, up to 16 at once.
+
+    Raises:
+        StoreError: Any request failed.
+    """
+    names = _list_names(root)
+    if not names:
+        return []
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(names)), thread_name_prefix="discover") as pool:
+        entries = list(pool.map(lambda name: _find(root, name), names))
+    return [entry for entry in entries if entry is not None]
+
+
+def find_latest(root: Store) -> CheckpointEntry | None:
+    """Return the highest step that is committed and readable, or None where there is none.
+
+    Looks from the highest step downward: three requests where that one is sound, plus one for each
+    half-made or deleted step above it. A damaged one is passed over with a warning.
+
+    Raises:
+        StoreError: Any request failed.
+    """
+    steps = [name for name in _list_names(root) if parse_step(name) is not None]
+    for name in reversed(steps):
+        entry = _find(root, name)
+        if entry is not None and entry.error is None:
+            return entry
+        if entry is not None:
+            logger.warning("%s: passing over the damaged checkpoint %s: %s", root.url, name, entry.error)
+    return None
+
+
+def resolve(root: Store, name: str) -> CheckpointEntry:
+    """Return the checkpoint of that name.
+
+    Raises:
+        CheckpointNotFoundError: There is none, established by a listing that succeeded.
+        CheckpointDamagedError, FormatError: It is there, and its newest manifest cannot be read.
+        StoreError: The store failed.
+    """
+    entry = _find(root, check_name(name))
+    if entry is None:
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint {name!r} in {root.url}", url=root.url, step=name, operation="find"
+        )
+    if entry.error is not None:
+        raise entry.error
+    return entry
+
+
+def _list_names(root: Store) -> list[str]:
+    names = [name for name in root.list_children("").prefixes if _is_name(name)]
+    return sorted(names, key=_by_step)
+
+
+def _by_step(name: str) -> tuple[bool, int, str]:
+    step = parse_step(name)
+    return step is None, step or 0, name
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_name(name)
+    except UrlError:
+        return False
+    return True
+
+
+def _find(root: Store, name: str) -> CheckpointEntry | None:
+    try:
+        standing = with_scope(root, name, look_at_top)
+    except CheckpointNotFoundError:
+        return None  # a folder that was removed after the listing
+    except FormatError as error:
+        return CheckpointEntry(name=name, step=parse_step(name), kind="remote_ckpt", error=error)
+    return _entry(name, standing)
+
+
+def with_scope(root: Store, name: str, look: Callable[[Store], Standing]) -> Standing:
+    """Look at one checkpoint and release its handle; again where its folder was replaced meanwhile."""
+    for attempt in range(_MAX_LOOKS):
+        checkpoint = root.scope(name)
+        try:
+            standing = look(checkpoint)
+            if checkpoint.is_current() or attempt == _MAX_LOOKS - 1:
+                return standing
+        except CheckpointChangedError:
+            if attempt == _MAX_LOOKS - 1:
+                raise
+        finally:
+            checkpoint.close()
+    raise AssertionError("unreachable")
+
+
+def _entry(name: str, standing: Standing) -> CheckpointEntry | None:
+    if standing.kind is None or not standing.is_live:
+        return None
+    damage: CheckpointDamagedError | None = standing.damage
+    return CheckpointEntry(
+        name=name,
+        step=parse_step(name),
+        kind=standing.kind,
+        generation=standing.generation,
+        manifest=None if damage else standing.manifest,
+        error=damage,
+    )

@@ -1,0 +1,121 @@
+"""Finding out whether a store honours "create only if absent", on which every commit rests.
+
+Some servers ignore the condition without a word, and some honour it in sequence but not in a race.
+So it is tried both ways, the winner is verified by content, and the answer is kept for the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from remote_ckpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+    UnsupportedStoreError,
+)
+from remote_ckpt.generation import DEFAULT_OPTIONS
+from remote_ckpt.keys import new_token
+from remote_ckpt.log import logger
+from remote_ckpt.options import Options
+from remote_ckpt.store.base import CreateOnly, Store
+
+_RACERS = 8
+_MAX_ROUNDS = 3
+_proven: set[tuple[int, str]] = set()
+
+
+def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> None:
+    """Make sure that the store honours create-only; tried once per process and store URL.
+
+    Writes and removes two small objects ``.probe-...`` right below the store's root, unless the driver
+    is known to be atomic.
+
+    Raises:
+        UnsupportedStoreError: It is not honoured, and ``options.commit.accept_single_writer`` is false.
+        StoreError: The store failed, so that nothing was found out.
+    """
+    create_only = store.capabilities.create_only
+    if create_only is CreateOnly.ATOMIC or (os.getpid(), store.url) in _proven:
+        return
+    reason = "its driver has none" if create_only is CreateOnly.NONE else _find_fault(store)
+    if reason is None:
+        _proven.add((os.getpid(), store.url))
+    elif options.commit.accept_single_writer:
+        logger.warning(
+            "%s does not create objects only if absent (%s): two jobs that save the same checkpoint at the "
+            "same time are not kept apart, as accepted by accept_single_writer",
+            store.url,
+            reason,
+        )
+    else:
+        raise UnsupportedStoreError(
+            f"this store does not create objects only if absent ({reason}), so two jobs could mix their "
+            f"checkpoints; use another store, or accept_single_writer=True if only one job ever saves here",
+            url=store.url,
+            operation="probe",
+        )
+
+
+def _find_fault(store: Store) -> str | None:
+    keys = [f".probe-{new_token()}" for _ in range(1 + _MAX_ROUNDS)]
+    try:
+        fault = _try_twice(store, keys[0])
+        for key in keys[1:]:
+            if fault is None and (done := _try_race(store, key)) is not None:
+                return done or None
+        return fault or _undecided(store)
+    except UnsupportedStoreError as error:
+        return str(error)
+    finally:
+        for failure in store.delete(keys):
+            logger.warning("%s: cannot remove the probe %s: %s", store.url, failure.key, failure.error)
+
+
+def _try_twice(store: Store, key: str) -> str | None:
+    """Create one object twice; returns what is wrong."""
+    for content in (b"first", b"second"):
+        try:
+            store.create(key, content)
+        except ObjectExistsError:
+            continue  # for the first one too, if its answer got lost and the driver sent it again
+        if content == b"second":
+            return "a second write replaced the first"
+    return None if store.read(key) == b"first" else "a refused write took effect"
+
+
+def _try_race(store: Store, key: str) -> str | None:
+    """Create one object from several threads at once.
+
+    Returns:
+        What is wrong, empty if nothing is, None if nobody won (a conflict answered to all).
+    """
+    start = threading.Barrier(_RACERS)
+
+    def race(number: int) -> bool:
+        start.wait()
+        try:
+            store.create(key, b"racer %d" % number)
+        except (ObjectExistsError, StoreUnavailableError):
+            return False  # which may be a win whose answer got lost: the content tells
+        return True
+
+    with ThreadPoolExecutor(_RACERS, thread_name_prefix="probe") as pool:
+        winners = [number for number, has_won in enumerate(pool.map(race, range(_RACERS))) if has_won]
+    try:
+        content = store.read(key)
+    except ObjectNotFoundError:
+        return "an accepted write is missing" if winners else None
+    if len(winners) > 1:
+        return f"{len(winners)} of {_RACERS} writes at the same time were accepted"
+    if winners and content != b"racer %d" % winners[0]:
+        return "a refused write took effect"
+    return ""
+
+
+def _undecided(store: Store) -> str:
+    raise StoreUnavailableError(
+        f"no write was accepted in {_MAX_ROUNDS} rounds: try again", url=store.url, operation="probe"
+    )
