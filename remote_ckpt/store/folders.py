@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,12 @@ from datetime import datetime, timedelta, timezone
 from typing import Final
 
 from remote_ckpt.errors import StoreUnavailableError
+from remote_ckpt.log import logger
 from remote_ckpt.store.base import ObjectInfo
 
 TEMP_PREFIX: Final = ".tmp-"
 TRASH_PREFIX: Final = ".trash-"
 
-_log = logging.getLogger("remote_ckpt")
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _EMPTYING_ROUNDS: Final = 8
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -117,7 +116,7 @@ def locked(handle: int) -> Iterator[bool]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
-        _log.warning("this file system cannot lock a folder: %s", error.strerror)
+        logger.warning("this file system cannot lock a folder: %s", error.strerror)
         yield False
         return
     try:

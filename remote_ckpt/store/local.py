@@ -40,6 +40,7 @@ from remote_ckpt.store.base import (
     sorted_infos,
 )
 from remote_ckpt.store.chunks import CheckedChunks
+from remote_ckpt.store.handles import RootFolder
 
 T = TypeVar("T")
 _COPY_BYTES: Final = 8 * 1024 * 1024
@@ -56,15 +57,12 @@ class LocalStore:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.path.abspath(path)
-        self._parent: LocalStore | None = None
-        self._handle = -1
-        self._is_closed = False
+        self._folder = RootFolder(os.path.abspath(path))
 
     @property
     def url(self) -> str:
         """The directory's path."""
-        return self._path
+        return self._folder.path
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -73,9 +71,7 @@ class LocalStore:
 
     def close(self) -> None:
         """Close a scope's handle; further calls raise ConfigError."""
-        if self._parent is not None and not self._is_closed:
-            os.close(self._handle)
-        self._is_closed = True
+        self._folder.close()
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -159,7 +155,7 @@ class LocalStore:
 
         Not synced: an object that a power failure brings back is garbage for the sweep, never a lie.
         """
-        self._check_open()
+        self._folder.check_open()
         failures = []
         for key in keys:
             try:
@@ -191,7 +187,7 @@ class LocalStore:
         with (
             self._place("remove_leftover", key).translating(),
             contextlib.suppress(FileNotFoundError),
-            self._opened() as root,
+            self._folder.opened() as root,
             folders.opened_folder(root, parts) as folder,
         ):
             try:
@@ -203,7 +199,7 @@ class LocalStore:
         """Return the file system's time: that of a file made for the purpose, here or just above."""
         with (
             self._place("clock").translating(),
-            self._opened_nearest() as folder,
+            self._folder.opened_nearest() as folder,
             posix.staged_file(folder) as (descriptor, _),
         ):
             return folders.file_time(os.fstat(descriptor))
@@ -214,111 +210,39 @@ class LocalStore:
         """See :meth:`Store.scope`: opens the folder and keeps its handle until :meth:`close`."""
         if "/" in _check_visible(name):
             raise ConfigError(f"a scope is one level deep: {name!r}", url=self.url)
-        scoped = LocalStore(os.path.join(self._path, name))
-        scoped._handle = self._open_child(name, create=create)
-        scoped._parent = self
+        place = self._place("scope", name)
+        with place.translating():
+            try:
+                folder = self._folder.hold(name, create=create)
+            except FileNotFoundError as error:
+                raise place.error(CheckpointNotFoundError, "no such folder") from error
+            except NotADirectoryError as error:
+                raise place.error(CheckpointExistsError, "a file stands where a folder is needed") from error
+        scoped = LocalStore(folder.path)
+        scoped._folder = folder
         return scoped
 
     def is_current(self) -> bool:
         """Whether the folder that a scope holds is the one that its path names now."""
-        if self._parent is None:
-            return True
-        self._check_open()
         with self._place("is_current").translating():
-            try:
-                with self._parent._opened() as parent:
-                    return self._is_at(parent, follow_symlinks=True)
-            except FileNotFoundError:
-                return False
+            return self._folder.is_current()
 
     def remove_folder(self) -> bool:
-        """Move a scope's folder to a hidden name beside it, empty it there and remove it.
-
-        Returns:
-            False if nothing was done, because the folder is gone from its path, another one or a
-            symbolic link stands there, or the file system has no locks; also if late writers kept it
-            from getting empty, which leaves the rest under the hidden name.
-        """
-        if self._parent is None:
-            return False
-        self._check_open()
-        with self._place("remove_folder").translating(), self._parent._opened() as parent:
-            trash = self._move_aside(parent)
-            return trash is not None and folders.remove_tree(trash, at=parent)
-
-    def _move_aside(self, parent: int) -> str | None:
-        with folders.locked(parent) as is_locked:
-            if not is_locked or not self._is_at(parent, follow_symlinks=False):
-                return None
-            trash = posix.new_hidden_name(folders.TRASH_PREFIX)
-            os.rename(_name(self._path), trash, src_dir_fd=parent, dst_dir_fd=parent)
-            folders.sync_folder(parent)
-            return trash
-
-    def _is_at(self, parent: int, *, follow_symlinks: bool) -> bool:
-        held = os.fstat(self._handle)
-        return posix.is_same_file(_name(self._path), held, at=parent, follow_symlinks=follow_symlinks)
+        """See :meth:`Store.remove_folder`; when it is false: :meth:`.handles.HeldFolder.remove`."""
+        with self._place("remove_folder").translating():
+            return self._folder.remove()
 
     # --- inside --------------------------------------------------------------------------------
 
     def _place(self, operation: str, key: str | None = None) -> posix.Place:
         return posix.Place(operation, self.url, key)
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ConfigError("the store is closed", url=self.url)
-
-    @contextlib.contextmanager
-    def _opened(self, *, create: bool = False) -> Iterator[int]:
-        handle = self._open(create=create)
-        try:
-            yield handle
-        finally:
-            os.close(handle)
-
-    def _open(self, *, create: bool = False) -> int:
-        self._check_open()
-        if self._parent is not None:
-            return folders.open_folder(".", at=self._handle)
-        if create:
-            folders.make_folders(self._path)
-        try:
-            return folders.open_folder(self._path)
-        except FileNotFoundError:
-            folders.nearest_folder(self._path)  # raises where the absence is not certain
-            raise
-
-    @contextlib.contextmanager
-    def _opened_nearest(self) -> Iterator[int]:
-        try:
-            handle = self._open()
-        except FileNotFoundError:
-            handle = folders.open_folder(folders.nearest_folder(self._path))
-        try:
-            yield handle
-        finally:
-            os.close(handle)
-
-    def _open_child(self, name: str, *, create: bool) -> int:
-        place = self._place("scope", name)
-        with place.translating():
-            try:
-                with self._opened(create=create) as root:
-                    if create:
-                        folders.make_folder(name, at=root)
-                    return folders.open_folder(name, at=root)
-            except FileNotFoundError as error:
-                folders.nearest_folder(os.path.join(self._path, name))
-                raise place.error(CheckpointNotFoundError, "no such folder") from error
-            except NotADirectoryError as error:
-                raise place.error(CheckpointExistsError, "a file stands where a folder is needed") from error
-
     @contextlib.contextmanager
     def _opened_file(self, operation: str, key: str) -> Iterator[tuple[int, os.stat_result]]:
         path = _check_visible(key)
         with (
             self._place(operation, key).translating(),
-            self._opened() as root,
+            self._folder.opened() as root,
             posix.opened_file(path, at=root) as opened,
         ):
             yield opened
@@ -331,7 +255,7 @@ class LocalStore:
         with contextlib.ExitStack() as stack:
             with place.translating():
                 try:
-                    root = stack.enter_context(self._opened(create=True))
+                    root = stack.enter_context(self._folder.opened(create=True))
                     folder = stack.enter_context(folders.opened_folder(root, parts, create=True))
                     descriptor, temp = stack.enter_context(posix.staged_file(folder))
                 except FileNotFoundError as error:
@@ -343,7 +267,7 @@ class LocalStore:
     def _link(self, source: str, target: str) -> bool:
         *parts, name = target.split("/")
         temp = posix.new_hidden_name(folders.TEMP_PREFIX)
-        with self._opened() as root, folders.opened_folder(root, parts, create=True) as folder:
+        with self._folder.opened() as root, folders.opened_folder(root, parts, create=True) as folder:
             if not posix.link_if_possible(source, temp, source_at=root, target_at=folder):
                 return False
             try:
@@ -358,7 +282,7 @@ class LocalStore:
         with (
             self._place("delete", key).translating(),
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            self._opened() as root,
+            self._folder.opened() as root,
         ):
             # A folder of that name is no object of that key.
             with folders.opened_folder(root, parts) as folder, contextlib.suppress(IsADirectoryError):
@@ -366,9 +290,7 @@ class LocalStore:
             self._remove_empty(root, parts)
 
     def _remove_empty(self, root: int, parts: Sequence[str]) -> None:
-        # The first level below a root are checkpoints, whose folders others may hold open to save.
-        first = 0 if self._parent is not None else 1
-        for depth in range(len(parts), first, -1):
+        for depth in range(len(parts), self._folder.kept_levels, -1):
             if not folders.remove_if_empty("/".join(parts[:depth]), at=root):
                 return
 
@@ -376,18 +298,14 @@ class LocalStore:
         """Return what ``visit`` finds in the folder of a prefix, or None where that surely is absent."""
         parts = check_prefix(prefix).split("/")[:-1]
         with self._place("list", prefix or None).translating():
-            try:
-                with self._opened() as root, folders.opened_folder(root, parts) as folder:
-                    found: T | None = visit(folder)
-            except FileNotFoundError:
-                found = None
-            self._check_alive()
+            found = None
+            with contextlib.suppress(FileNotFoundError), self._folder.opened() as root:
+                # A file where the prefix's folder would be: there is nothing below the prefix.
+                with contextlib.suppress(NotADirectoryError), folders.opened_folder(root, parts) as folder:
+                    found = visit(folder)
+            if self._folder.is_removed():
+                raise self._place("list").error(CheckpointChangedError, "the folder was removed")
             return found
-
-    def _check_alive(self) -> None:
-        # Reading a removed directory looks like reading an empty one.
-        if self._parent is not None and os.fstat(self._handle).st_nlink == 0:
-            raise self._place("list").error(CheckpointChangedError, "the folder was removed")
 
 
 def _check_visible(key: str) -> str:

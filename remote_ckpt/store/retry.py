@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +9,13 @@ from functools import partial
 from typing import TypeVar
 
 from remote_ckpt.errors import StoreUnavailableError
+from remote_ckpt.log import logger
 from remote_ckpt.options import RetryOptions
 from remote_ckpt.store.base import Buffer, ChunkSource, DeleteFailure, Store
 from remote_ckpt.store.meter import StoreMeter
 from remote_ckpt.store.wrappers import DelegatingStore
 
 T = TypeVar("T")
-_log = logging.getLogger("remote_ckpt")
 
 
 class _Patience:
@@ -100,10 +99,10 @@ class RetryStore(DelegatingStore):
 
     def _wait(self, operation: str, key: str | None, error: Exception, patience: _Patience) -> bool:
         if not patience.wait():
-            _log.warning("%s of %s failed for good at try %d: %s", operation, key, patience.tries, error)
+            logger.warning("%s of %s failed for good at try %d: %s", operation, key, patience.tries, error)
             return False
         self._meter.count(retries=1)
-        _log.warning("%s of %s: try %d after: %s", operation, key, patience.tries, error)
+        logger.warning("%s of %s: try %d after: %s", operation, key, patience.tries, error)
         return True
 
     def write_stream(
