@@ -1,4 +1,4 @@
-"""Servers that tests share: each is started when first asked for, and ended with the session."""
+"""Servers and ranks that tests share: each is started when first asked for, and ended with the session."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from ranks import Ranks
 
 from remote_ckpt.testing.servers import (
     LocalServer,
@@ -47,6 +48,14 @@ def rclone() -> Iterator[LocalServer]:
 def fresh_bucket() -> Callable[[LocalServer], str]:
     """Return a function that makes an empty bucket on a server and returns its name."""
     return lambda server: server.create_bucket(f"bucket-{next(_bucket_numbers)}")
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A pool of rank processes, started when the first test asks for them."""
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True)
