@@ -26,6 +26,7 @@ from remote_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     DtypeMismatchError,
+    FormatError,
     IntegrityError,
     SaveFailedError,
     ShapeMismatchError,
@@ -34,9 +35,14 @@ from remote_ckpt.errors import (
 from remote_ckpt.options import MiB, Options, TransferOptions
 from remote_ckpt.store.memory import MemoryStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
 
 State = dict[str, Any]
+DTYPES = [name for name in SUPPORTED_DTYPES if not name.startswith("bits")]
+"""torch's own planner cannot size the opaque ``bits`` dtypes: ``torch._utils._element_size`` raises."""
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -120,7 +126,7 @@ def assert_same(left: Any, right: Any) -> None:
 def test_every_kind_of_value_comes_back_bit_for_bit(url: str) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state: State = {
-        "dtypes": {name: random_bits(name, (3, 5)) for name in SUPPORTED_DTYPES},
+        "dtypes": {name: random_bits(name, (3, 5)) for name in DTYPES},
         "shapes": {
             "scalar": torch.tensor(3.5),
             "empty": torch.empty(0),
@@ -389,7 +395,10 @@ def test_a_flipped_bit_is_an_error_that_names_object_and_tensor(tmp_path: Path) 
 
 def test_every_byte_of_index_and_manifest_is_checked(tmp_path: Path) -> None:
     save({"a": torch.randn(10)}, str(tmp_path / "ck"))
-    for pattern, kinds in (("index.*", (IntegrityError,)), ("manifest.*", (CheckpointDamagedError,))):
+    for pattern, kinds in (
+        ("index.*", (IntegrityError,)),
+        ("manifest.*", (CheckpointDamagedError, FormatError)),
+    ):
         (path,) = (tmp_path / "ck").glob(pattern)
         good = path.read_bytes()
         for position in range(0, len(good), max(1, len(good) // 40)):

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from remote_ckpt.dcp.objects import StoredItem
 from remote_ckpt.dcp.payload import dtype_name, dtype_of
 from remote_ckpt.errors import FormatError, SaveFailedError
-from remote_ckpt.index import BytesEntry, ChunkEntry, Index, TensorEntry, is_encodable
+from remote_ckpt.index import BytesEntry, ChunkEntry, Index, TensorEntry
+from remote_ckpt.tagged import is_encodable
 
 _MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,

@@ -254,7 +254,10 @@ class RemoteStorageReader(StorageReader):
         return group.broadcast_from_coordinator(self._look_up)
 
     def _look_up(self) -> Resolution:
-        checkpoint = self._open()
+        try:
+            checkpoint = self._open()
+        except CheckpointNotFoundError as error:  # on a local disk a folder is missing
+            raise self._absent() from error
         try:
             newest = read_newest(checkpoint)
             if newest is None:
@@ -278,11 +281,14 @@ class RemoteStorageReader(StorageReader):
         try:
             data = checkpoint.read(STOCK_METADATA)
         except ObjectNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"no checkpoint at {self.url}: neither a manifest of ours nor DCP's .metadata", url=self.url
-            ) from error
+            raise self._absent() from error
         logger.info("%s is a stock DCP checkpoint: it has no checksums to verify", self.url)
         return Resolution(self.url, None, data)
+
+    def _absent(self) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"no checkpoint at {self.url}: neither a manifest of ours nor DCP's .metadata", url=self.url
+        )
 
     def _explain_missing(
         self, checkpoint: Store, resolution: Resolution, error: ObjectNotFoundError
