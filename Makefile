@@ -15,9 +15,10 @@ pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-venv: $(installed)  ## make the environment in $(VENV)
+venv: $(installed)  ## make the environment in .venv
 
 $(installed): pyproject.toml requirements-dev.txt
+	@echo "Installing into $(VENV): a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(pip) '$(torch)+cpu' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) || $(pip) '$(torch)'
 	$(pip) --requirement requirements-dev.txt --editable .

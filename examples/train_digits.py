@@ -76,8 +76,8 @@ class Best:
 def resume(url: str, **state: Any) -> int:
     """Load the newest committed checkpoint, if there is one, and return its step (else 0).
 
-    A rank that the saved run did not have finds no random state: it keeps the one it was seeded
-    with. Anything else that is missing is an error.
+    On another number of ranks, the random states do not match one to one: a new rank keeps the state
+    that it was seeded with, one of a rank that is gone is left. Any other mismatch is an error.
     """
     latest = find_latest_checkpoint(url)
     if latest is None:
@@ -86,7 +86,7 @@ def resume(url: str, **state: Any) -> int:
     try:
         step = load_checkpoint(latest, **state)
     except KeyMismatchError as error:
-        if not all(key.startswith("rng.") for key in error.missing):
+        if not all(name.startswith("rng.") for name in error.missing + error.unexpected):
             raise
         step = load_checkpoint(latest, strict_loading=False, **state)
     return step or 0

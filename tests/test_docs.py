@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remote_ckpt.testing.servers import MiniStackServer
+from remote_ckpt.testing.servers import LocalServer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,18 +49,17 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[MiniStackServer]:
+def server(ministack: LocalServer) -> LocalServer:
     """The S3 server behind the ``s3://bucket/`` of the pages."""
-    with MiniStackServer() as server:
-        server.create_bucket("bucket")
-        yield server
+    ministack.create_bucket("bucket")
+    return ministack
 
 
 @pytest.mark.server
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(
-    page: Path, server: MiniStackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, server: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in server.environment().items():

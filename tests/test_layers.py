@@ -16,13 +16,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Pure: errors, options, names.
     ("_version", "errors", "options", "log", "url", "keys", "fields"),
     # Pure: codecs and decisions.
-    ("checksum", "archive", "manifest", "index", "retention"),
+    ("checksum", "archive", "columns", "tagged", "manifest", "index", "retention"),
     # Where bytes live.
     ("store",),
     # How they are moved and checked.
     ("transfer", "integrity"),
     # Which checkpoints exist, and how one comes to exist.
-    ("newest", "generation", "commit", "discover", "probe", "copies", "stock_metadata"),
+    ("newest", "generation", "changes", "probe", "stock_metadata"),
+    ("commit", "deletion", "discover", "copies"),
     # torch starts here.
     ("dcp",),
     ("training",),
