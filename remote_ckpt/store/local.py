@@ -67,7 +67,7 @@ class LocalStore:
     @property
     def capabilities(self) -> StoreCapabilities:
         """Create-only is atomic (``link``); a copy is a hard link."""
-        return StoreCapabilities(create_only=CreateOnly.ATOMIC, server_side_copy=True)
+        return StoreCapabilities(create_only=CreateOnly.ATOMIC, server_side_copy=True, has_folders=True)
 
     def close(self) -> None:
         """Close a scope's handle; further calls raise ConfigError."""
@@ -157,9 +157,9 @@ class LocalStore:
         """
         self._folder.check_open()
         failures = []
-        for key in keys:
+        for key in [_check_visible(key) for key in keys]:
             try:
-                self._delete(_check_visible(key))
+                self._delete(key)
             except RemoteCkptError as error:
                 failures.append(DeleteFailure(key, error))
         return failures
@@ -300,12 +300,17 @@ class LocalStore:
         with self._place("list", prefix or None).translating():
             found = None
             with contextlib.suppress(FileNotFoundError), self._folder.opened() as root:
-                # A file where the prefix's folder would be: there is nothing below the prefix.
-                with contextlib.suppress(NotADirectoryError), folders.opened_folder(root, parts) as folder:
-                    found = visit(folder)
+                found = _visit_below(root, parts, visit)
             if self._folder.is_removed():
                 raise self._place("list").error(CheckpointChangedError, "the folder was removed")
             return found
+
+
+def _visit_below(root: int, parts: Sequence[str], visit: Callable[[int], T]) -> T | None:
+    # A file where the prefix's folder would be means that there is nothing below the prefix.
+    with contextlib.suppress(NotADirectoryError), folders.opened_folder(root, parts) as folder:
+        return visit(folder)
+    return None
 
 
 def _check_visible(key: str) -> str:
