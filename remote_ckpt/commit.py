@@ -87,7 +87,28 @@ def check_may_save(checkpoint: Store, *, overwrite: bool) -> None:
         FormatError: What stands here is of a newer format.
         StoreError: The store failed.
     """
-    _check_may_replace(checkpoint, look(checkpoint), overwrite=overwrite)
+    check_may_replace(checkpoint, look(checkpoint), overwrite=overwrite)
+
+
+def check_may_replace(checkpoint: Store, standing: Standing, *, overwrite: bool) -> None:
+    """Refuse as :func:`check_may_save` does, by what was seen already."""
+    if is_closed(checkpoint, standing) or not checkpoint.is_current():
+        raise CheckpointChangedError(
+            "the checkpoint's folder is being deleted", url=checkpoint.url, operation="save"
+        )
+    if not standing.is_live:
+        return
+    if standing.is_pinned:
+        raise CheckpointPinnedError(
+            "the checkpoint is pinned: unpin it before it is replaced", url=checkpoint.url, operation="save"
+        )
+    if not overwrite:
+        what = "a damaged checkpoint" if standing.damage else f"a checkpoint (kind {standing.kind})"
+        raise CheckpointExistsError(
+            f"{what} exists already: save with overwrite=True to replace it, or under another name",
+            url=checkpoint.url,
+            operation="save",
+        ) from standing.damage
 
 
 def commit_save(
@@ -97,6 +118,7 @@ def commit_save(
     attempt: SaveAttempt,
     overwrite: bool,
     expected: Mapping[str, int],
+    if_generation: int | None = None,
     options: Options = DEFAULT_OPTIONS,
     waiting: Waiting = REAL_TIME,
 ) -> Manifest:
@@ -105,6 +127,7 @@ def commit_save(
     Args:
         draft: The manifest; its generation, save_id, times and ``superseded`` are filled in here.
         expected: Every key that the attempt wrote, with its size in bytes, as its ranks reported them.
+        if_generation: Commit only on top of this generation (0: none), else CheckpointChangedError.
 
     Returns:
         The manifest as committed.
@@ -121,7 +144,13 @@ def commit_save(
     while True:
         standing = look(checkpoint)
         _check_objects(checkpoint, standing.infos, {**_sizes_in(draft), **expected})
-        _check_may_replace(checkpoint, standing, overwrite=overwrite)
+        check_may_replace(checkpoint, standing, overwrite=overwrite)
+        if if_generation is not None and standing.generation != if_generation:
+            raise CheckpointChangedError(
+                f"it has generation {standing.generation} now, {if_generation} was to be replaced",
+                url=checkpoint.url,
+                operation="commit",
+            )
         manifest = _next_generation(checkpoint, draft, attempt, standing)
         if _create(checkpoint, manifest, attempt, options, waiting):
             break
@@ -178,26 +207,6 @@ def withdraw(checkpoint: Store, keys: Sequence[str]) -> Sequence[DeleteFailure]:
     except (StoreError, CheckpointError) as error:
         return [DeleteFailure(key, error) for key in keys]
     return delete_superseded(checkpoint, keys, newest)
-
-
-def _check_may_replace(checkpoint: Store, standing: Standing, *, overwrite: bool) -> None:
-    if is_closed(checkpoint, standing) or not checkpoint.is_current():
-        raise CheckpointChangedError(
-            "the checkpoint's folder is being deleted", url=checkpoint.url, operation="save"
-        )
-    if not standing.is_live:
-        return
-    if standing.is_pinned:
-        raise CheckpointPinnedError(
-            "the checkpoint is pinned: unpin it before it is replaced", url=checkpoint.url, operation="save"
-        )
-    if not overwrite:
-        what = "a damaged checkpoint" if standing.damage else f"a checkpoint (kind {standing.kind})"
-        raise CheckpointExistsError(
-            f"{what} exists already: save with overwrite=True to replace it, or under another name",
-            url=checkpoint.url,
-            operation="save",
-        ) from standing.damage
 
 
 def _sizes_in(draft: Manifest) -> dict[str, int]:

@@ -24,6 +24,7 @@ _TOKEN_PATTERN = re.compile(_TOKEN)
 _MANIFEST_PATTERN = re.compile(r"manifest\.([0-9]{6,18})\.json")
 _INDEX_PATTERN = re.compile(rf"index\.({_SAVE_ID})\.json\.gz")
 _STOCK_METADATA_PATTERN = re.compile(rf"metadata\.({_SAVE_ID})\.pickle")
+_COPY_RECORD_PATTERN = re.compile(rf"copy\.({_SAVE_ID})\.json")
 _DATA_PATTERN = re.compile(rf"{_TOKEN}/(?:0|[1-9][0-9]*)\.distcp")
 
 
@@ -84,6 +85,17 @@ def stock_metadata_key(save_id: str) -> str:
     return f"metadata.{_checked_save_id(save_id)}.pickle"
 
 
+def copy_record_key(save_id: str) -> str:
+    """Return the key under which an attempt to copy writes itself down before it begins."""
+    return f"copy.{_checked_save_id(save_id)}.json"
+
+
+def parse_copy_record_key(key: str) -> str | None:
+    """Return the save_id that the record of a copy names, or None where the key is not such a record's."""
+    match = _COPY_RECORD_PATTERN.fullmatch(key)
+    return match[1] if match else None
+
+
 def own_key(key: str) -> bool:
     """Whether a key (relative to the checkpoint) is of a kind that this package writes.
 
@@ -91,7 +103,8 @@ def own_key(key: str) -> bool:
     """
     if key == STOCK_METADATA_NAME or parse_manifest_key(key) is not None:
         return True
-    return any(pattern.fullmatch(key) for pattern in (_DATA_PATTERN, _INDEX_PATTERN, _STOCK_METADATA_PATTERN))
+    patterns = (_DATA_PATTERN, _INDEX_PATTERN, _STOCK_METADATA_PATTERN, _COPY_RECORD_PATTERN)
+    return any(pattern.fullmatch(key) for pattern in patterns)
 
 
 def is_safe_key(key: str) -> bool:
