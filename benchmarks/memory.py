@@ -59,7 +59,8 @@ class Peak:
         """Print one line."""
         extra = (self.peak - self.before) / MiB
         print(
-            f"{verb}: {extra:8.0f} MiB extra at the peak, {self.seconds:.2f} s wall, {self.cpu_seconds:.2f} s CPU"
+            f"{verb}: {extra:8.0f} MiB extra at the peak, "
+            f"{self.seconds:.2f} s wall, {self.cpu_seconds:.2f} s CPU"
         )
 
 

@@ -223,7 +223,8 @@ class DataObject:
 
     def _payload(self, item: PreparedItem) -> Iterator[memoryview]:
         value = self.planner.resolve_data(item.item)
-        assert isinstance(value, torch.Tensor) and item.frame is not None
+        assert isinstance(value, torch.Tensor)  # SavePlanner's contract for tensors
+        assert item.frame is not None
         if value.numel() * value.element_size() != item.frame.payload_bytes:
             raise SaveFailedError(f"{item.item.index.fqn} changed its size while it was saved")
         return payload_windows(value, window_bytes=self.transfer.part_bytes)

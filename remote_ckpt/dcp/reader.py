@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from remote_ckpt.newest import Newest, read_newest
 from remote_ckpt.dcp.metadata import rebuild_metadata
 from remote_ckpt.dcp.pickles import parse_stock_metadata
 from remote_ckpt.dcp.reading import IndexedSource, ReadJob, Source, StockSource
@@ -38,10 +37,11 @@ from remote_ckpt.index import parse_index
 from remote_ckpt.integrity import read_verified
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
+from remote_ckpt.newest import Newest, read_newest
 from remote_ckpt.options import Options
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
-from remote_ckpt.url import Location, parse_location
+from remote_ckpt.url import parse_location
 
 PathLike = str | os.PathLike[str]
 STOCK_METADATA = ".metadata"

@@ -220,7 +220,8 @@ class ReadJob:
         fqn = item.storage_index.fqn
         if tuple(target.shape) != tuple(item.lengths):
             raise ShapeMismatchError(
-                f"{fqn}: the checkpoint has {tuple(item.lengths)} here, the destination {tuple(target.shape)}",
+                f"{fqn}: the checkpoint has {tuple(item.lengths)} here, "
+                f"the destination {tuple(target.shape)}",
                 url=self.url,
             )
         if stored.dtype is not None and target.dtype != stored.dtype and not self.converts_dtype:

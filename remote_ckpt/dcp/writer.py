@@ -158,7 +158,10 @@ class RemoteStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave torch's own writers what they look for in a cached plan; ours reads none of it. Coordinator only."""
+        """Leave torch's own writers what they look for in a cached plan. Coordinator only.
+
+        With plan caching a stock writer in this process may be handed these plans; ours reads none of it.
+        """
         return [
             replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
             for rank, plan in enumerate(plans)
