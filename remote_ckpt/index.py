@@ -2,8 +2,8 @@
 
 It holds what stock DCP keeps in its pickled ``.metadata``, so that the metadata can be rebuilt without
 unpickling anything. ``docs/format.md`` describes the file: gzip around JSON in columns. One million
-chunks of two dimensions, in a thousand tensors, take about 7 s of CPU to write, 8 s to read (2 GHz
-Xeon, Python 3.11) and 10 MB.
+chunks of two dimensions, in a thousand tensors, take about 7 s of CPU to write, 8 s to read (one
+Xeon core, Python 3.11) and 10 MB.
 
 This module is pure and does no I/O.
 """
