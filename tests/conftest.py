@@ -17,7 +17,7 @@ from remote_ckpt.testing.servers import (
     SeaweedServer,
 )
 
-_bucket_numbers = itertools.count(1)
+_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +47,20 @@ def rclone() -> Iterator[LocalServer]:
 @pytest.fixture(scope="session")
 def fresh_bucket() -> Callable[[LocalServer], str]:
     """Return a function that makes an empty bucket on a server and returns its name."""
-    return lambda server: server.create_bucket(f"bucket-{next(_bucket_numbers)}")
+    return lambda server: server.create_bucket(f"bucket-{next(_numbers)}")
+
+
+@pytest.fixture(scope="session")
+def fresh_root() -> Callable[[LocalServer], str]:
+    """Return a function that gives the URL of an empty prefix in a bucket that a server's tests share."""
+    buckets: dict[str, str] = {}
+
+    def fresh(server: LocalServer) -> str:
+        if server.endpoint_url not in buckets:
+            buckets[server.endpoint_url] = server.create_bucket("shared")
+        return f"s3://{buckets[server.endpoint_url]}/{next(_numbers)}/ckpt"
+
+    return fresh
 
 
 @pytest.fixture(scope="session")

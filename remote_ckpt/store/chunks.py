@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from remote_ckpt.errors import IntegrityError
@@ -17,6 +18,22 @@ def plan_part_bytes(size_bytes: int, part_bytes: int) -> int:
     """Return a part size, at least ``part_bytes``, that needs at most :data:`MAX_PARTS` parts."""
     needed = -(-size_bytes // MAX_PARTS)
     return max(part_bytes, -(-needed // MiB) * MiB)
+
+
+def cut_parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[bytes]:
+    """Join and cut chunks into parts of exactly ``part_bytes``, the last one shorter."""
+    held = bytearray()
+    for chunk in chunks:
+        rest = memoryview(chunk)
+        while len(rest):
+            taken = rest[: part_bytes - len(held)]
+            held += taken
+            rest = rest[len(taken) :]
+            if len(held) == part_bytes:
+                yield bytes(held)
+                held.clear()
+    if held:
+        yield bytes(held)
 
 
 class CheckedChunks:
@@ -42,6 +59,17 @@ class CheckedChunks:
         except BaseException as error:
             self.failure = error
             raise
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Let what the source raised pass as it was, whatever the driver inside makes of it."""
+        try:
+            yield
+        except BaseException:
+            if self.failure is None:
+                raise
+        if self.failure is not None:  # out here, so that its own context stays as it was
+            raise self.failure
 
     def joined(self) -> Buffer:
         """Return all bytes; a single chunk is not copied."""

@@ -158,13 +158,8 @@ class ObstoreStore:
         returns.
         """
         chunks = CheckedChunks(source, size_bytes, url=self.url, key=key)
-        try:
+        with chunks.unchanged():
             self._send(key, chunks, size_bytes, plan_part_bytes(size_bytes, part_bytes), concurrency)
-        except BaseException:
-            if chunks.failure is None:
-                raise
-        if chunks.failure is not None:  # raised out here, so that its own context stays as it was
-            raise chunks.failure
 
     def info(self, key: str) -> ObjectInfo:
         """See :meth:`Store.info`."""
@@ -269,7 +264,7 @@ class ObstoreStore:
         if self._clients is None:
             raise ConfigError("the store is closed", url=self.url)
         try:
-            yield self._clients, self._root + (check_key(key) if key else "")
+            yield self._clients, self._root + ("" if key is None else check_key(key))
         except RemoteCkptError:
             raise
         except DRIVER_ERRORS as error:
@@ -292,11 +287,12 @@ class ObstoreStore:
             )
 
     def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
-        return ObjectInfo(meta["path"][len(self._root) :], meta["size"], meta["last_modified"])
+        # HEAD gives whole seconds, listings of some servers more: one object has one time.
+        modified_at = meta["last_modified"].replace(microsecond=0)
+        return ObjectInfo(meta["path"][len(self._root) :], meta["size"], modified_at)
 
     def _objects(self, found: Iterable[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
-        for meta in found:
-            info = self._info(meta)
+        for info in (self._info(meta) for meta in found if meta["path"].startswith(self._root)):
             with contextlib.suppress(ObjectNotFoundError):  # a marker "name/" is listed as "name"
                 yield info if info.size_bytes else self.info(info.key)
 

@@ -251,7 +251,7 @@ class SeaweedServer(LocalServer):
             *(program, f"-logdir={folder}", "-logtostderr=true", "server", f"-dir={folder / 'data'}"),
             *(f"-ip={_HOST}", f"-ip.bind={_HOST}", *http_ports, *grpc_ports),
             "-master.telemetry=false",  # on by default
-            *("-master.volumeSizeLimitMB=1024", "-volume.max=0", "-volume.preStopSeconds=1"),
+            *("-master.volumeSizeLimitMB=128", "-volume.max=0", "-volume.preStopSeconds=1"),
             *("-filer", f"-filer.localSocket={folder / 'filer.sock'}"),
             *("-s3", f"-s3.config={folder / 's3.json'}", f"-s3.localSocket={folder / 's3.sock'}"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"),

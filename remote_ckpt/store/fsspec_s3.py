@@ -1,0 +1,201 @@
+"""S3 through s3fs, with requests named where s3fs's own verbs send or report them wrongly.
+
+s3fs sends the parts of an open file one after the other, and publishes the file when an exception leaves
+it; its batch delete drops the errors of single keys; its listings ask more than they need. Here parts go
+up in parallel and are aborted on any failure, and answers are read whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from datetime import datetime, timezone
+from typing import Any, Final
+
+from remote_ckpt.errors import ObjectNotFoundError
+from remote_ckpt.options import RetryOptions
+from remote_ckpt.store.base import (
+    ChunkSource,
+    DeleteFailure,
+    Listing,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    sorted_infos,
+)
+from remote_ckpt.store.boto_errors import translate_answer
+from remote_ckpt.store.chunks import CheckedChunks, cut_parts, plan_part_bytes
+from remote_ckpt.store.fsspec import FsspecStore
+from remote_ckpt.store.http_clock import read_date
+
+_log = logging.getLogger("remote_ckpt")
+
+_DELETE_BATCH: Final = 1_000
+_CLOCK_SECONDS: Final = 20.0
+_REQUEST_TRIES: Final = 3
+
+
+def plan_s3fs_options(given: Mapping[str, Any], retry: RetryOptions) -> dict[str, Any]:
+    """Return s3fs's options: the user's, without caches, with few tries of its own and our time-outs.
+
+    A create that botocore repeats after a lost answer reports its own success as a conflict, as the
+    contract of :meth:`Store.create` allows.
+    """
+    config = {
+        "connect_timeout": retry.connect_seconds,
+        "read_timeout": retry.request_seconds,
+        "retries": {"total_max_attempts": _REQUEST_TRIES, "mode": "standard"},
+        **_checksum_settings(given),
+        **given.get("config_kwargs", {}),
+    }
+    return {"use_listings_cache": False, **given, "config_kwargs": config}
+
+
+def _checksum_settings(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings that keep botocore from adding checksums that compatible stores reject (since 1.36)."""
+    from botocore.config import Config
+
+    names = ("request_checksum_calculation", "response_checksum_validation")
+    is_custom = given.get("endpoint_url") or given.get("client_kwargs", {}).get("endpoint_url")
+    return {name: "when_required" for name in names if is_custom and name in Config.OPTION_DEFAULTS}
+
+
+class S3fsStore(FsspecStore):
+    """One prefix of a bucket, through s3fs. Made by :func:`~remote_ckpt.store.fsspec.open_fsspec_store`."""
+
+    def write_stream(
+        self,
+        key: str,
+        source: ChunkSource,
+        *,
+        size_bytes: int,
+        part_bytes: int,
+        concurrency: int,
+    ) -> None:
+        """See :meth:`Store.write_stream`; up to ``concurrency`` parts are held in memory."""
+        chunks = CheckedChunks(source, size_bytes, url=self.url, key=key)
+        part_bytes = plan_part_bytes(size_bytes, part_bytes)
+        with chunks.unchanged(), self._request("write_stream", key):
+            if size_bytes <= part_bytes:
+                self.write(key, chunks.joined())
+            else:
+                self._upload(key, cut_parts(chunks, part_bytes), concurrency)
+
+    def info(self, key: str) -> ObjectInfo:
+        """See :meth:`Store.info`."""
+        with self._request("info", key):
+            try:
+                found = self._call("head_object", Key=self._path_in_bucket(key))
+            except OSError as error:
+                # An answer to HEAD has no body: another request tells a missing bucket or an expired token.
+                self._check_bucket("info")
+                if not isinstance(error, FileNotFoundError):
+                    raise
+                message = "no such object"
+                raise ObjectNotFoundError(message, url=self.url, key=key, operation="info") from error
+        return _info(key, found["ContentLength"], found["LastModified"])
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """See :meth:`Store.list`."""
+        start = self._path_in_bucket("") + check_prefix(prefix)
+        with self._request("list"):
+            return sorted_infos(info for page in self._pages(Prefix=start) for info in self._contents(page))
+
+    def list_children(self, prefix: str = "") -> Listing:
+        """See :meth:`Store.list_children`."""
+        start = self._path_in_bucket("") + check_prefix(prefix)
+        with self._request("list_children"):
+            pages = [*self._pages(Prefix=start, Delimiter="/")]
+        infos = sorted_infos(info for page in pages for info in self._contents(page))
+        found = [each["Prefix"] for page in pages for each in page.get("CommonPrefixes", ())]
+        return Listing(tuple(infos), tuple(sorted(name[len(start) : -1] for name in found)))
+
+    def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+        """See :meth:`Store.delete`; one request for each thousand keys."""
+        wanted = [check_key(key) for key in dict.fromkeys(keys)]
+        batches = [wanted[i : i + _DELETE_BATCH] for i in range(0, len(wanted), _DELETE_BATCH)]
+        return [failure for batch in batches for failure in self._delete_batch(batch)]
+
+    def clock(self) -> datetime:
+        """See :meth:`Store.clock`; one request, to whole seconds."""
+        if self._fs is not None and self._fs.anon:
+            return super().clock()
+        with self._request("clock", ".clock") as (fs, path):
+            signed_url = fs.url(path, expires=300, client_method="head_object")
+            verify = fs.client_kwargs.get("verify")
+        return read_date(signed_url, timeout_seconds=_CLOCK_SECONDS, verify=verify, url=self.url)
+
+    def _call(self, method: str, **arguments: Any) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=self._location.bucket, **arguments)
+        return answer
+
+    def _path_in_bucket(self, key: str) -> str:
+        return self._root[len(self._location.bucket) + 1 :] + key
+
+    def _check_bucket(self, operation: str) -> None:
+        with self._request(operation):
+            self._call("list_objects_v2", Prefix=self._path_in_bucket(""), MaxKeys=1)
+
+    def _pages(self, **arguments: Any) -> Iterator[Mapping[str, Any]]:
+        page = self._call("list_objects_v2", **arguments)
+        yield page
+        while page.get("IsTruncated"):
+            page = self._call("list_objects_v2", ContinuationToken=page["NextContinuationToken"], **arguments)
+            yield page
+
+    def _contents(self, page: Mapping[str, Any]) -> Iterator[ObjectInfo]:
+        root = self._path_in_bucket("")
+        for found in page.get("Contents", ()):
+            if found["Key"] != root:
+                yield _info(found["Key"][len(root) :], found["Size"], found["LastModified"])
+
+    def _delete_batch(self, keys: Sequence[str]) -> Iterator[DeleteFailure]:
+        objects = [{"Key": self._path_in_bucket(key)} for key in keys]
+        with self._request("delete"):
+            answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
+        root = self._path_in_bucket("")
+        for refused in answer.get("Errors", ()):
+            key = refused["Key"][len(root) :]
+            error = translate_answer({"Error": refused}, operation="delete", url=self.url, key=key)
+            if not isinstance(error, ObjectNotFoundError):
+                yield DeleteFailure(key, error)
+
+    def _upload(self, key: str, parts: Iterator[bytes], concurrency: int) -> None:
+        target = {"Key": self._path_in_bucket(key)}
+        target["UploadId"] = self._call("create_multipart_upload", **target)["UploadId"]
+        try:
+            sent = self._send_parts(target, parts, concurrency)
+            self._call("complete_multipart_upload", MultipartUpload={"Parts": sent}, **target)
+        except BaseException:
+            self._abort(target)
+            raise
+
+    def _send_parts(
+        self, target: Mapping[str, Any], parts: Iterator[bytes], concurrency: int
+    ) -> Sequence[Mapping[str, Any]]:
+        running: set[Future[Mapping[str, Any]]] = set()
+        sent = []
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="s3fs-part") as pool:
+            for number, body in enumerate(parts, 1):
+                running.add(pool.submit(self._send_part, target, number, body))
+                if len(running) >= concurrency:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    sent += [each.result() for each in done]
+            sent += [each.result() for each in running]
+        return sorted(sent, key=lambda part: part["PartNumber"])
+
+    def _send_part(self, target: Mapping[str, Any], number: int, body: bytes) -> Mapping[str, Any]:
+        answer = self._call("upload_part", PartNumber=number, Body=body, **target)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def _abort(self, target: Mapping[str, Any]) -> None:
+        try:
+            self._call("abort_multipart_upload", **target)
+        except Exception as error:  # the failure that led here is raised; the sweep finds what is left
+            _log.warning("the upload of %s could not be aborted: %s", target["Key"], type(error).__name__)
+
+
+def _info(key: str, size_bytes: int, modified_at: datetime) -> ObjectInfo:
+    # HEAD gives whole seconds, listings of some servers more: one object has one time.
+    return ObjectInfo(key, size_bytes, modified_at.astimezone(timezone.utc).replace(microsecond=0))
