@@ -17,6 +17,9 @@ from remote_ckpt.errors import DtypeMismatchError, KeyMismatchError, MismatchErr
 SHOWN_COUNT = 10
 """Names that a message lists; the rest is only counted."""
 
+SavedShape = tuple[tuple[int, ...], torch.dtype] | None
+"""Shape and dtype of a saved tensor; None for a Python value."""
+
 _WRAPPERS = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.(?=.)"
 )
@@ -220,8 +223,22 @@ def listed(names: Collection[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def saved_shapes(metadata: Metadata) -> dict[str, SavedShape]:
+    """Return what a checkpoint's metadata says of each name, for :func:`check_values`."""
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+
+
 def check_values(
-    saved_names: Mapping[str, str], values: Mapping[str, Any], metadata: Metadata, *, convert_dtype: bool
+    saved_names: Mapping[str, str],
+    values: Mapping[str, Any],
+    saved: Mapping[str, SavedShape],
+    *,
+    convert_dtype: bool,
 ) -> None:
     """Check kind, shape and dtype of all values that will be loaded.
 
@@ -230,7 +247,7 @@ def check_values(
     """
     problems: dict[type[MismatchError], list[str]] = defaultdict(list)
     for name, saved_name in saved_names.items():
-        found = _problem(values.get(name), metadata.state_dict_metadata[saved_name], convert_dtype)
+        found = _problem(values.get(name), saved[saved_name], convert_dtype)
         if found is not None:
             kind, words = found
             problems[kind].append(f"{name} {words}")
@@ -240,16 +257,17 @@ def check_values(
             raise kind(f"does not fit what was saved: {listed(problems[kind])}{hint}", operation="load")
 
 
-def _problem(value: Any, saved: Any, convert_dtype: bool) -> tuple[type[MismatchError], str] | None:
+def _problem(value: Any, saved: SavedShape, convert_dtype: bool) -> tuple[type[MismatchError], str] | None:
     is_tensor = isinstance(value, torch.Tensor)
-    if not isinstance(saved, TensorStorageMetadata):
+    if saved is None:
         return (MismatchError, "was saved as a Python value, asked for as a tensor") if is_tensor else None
     if value is None:
         return None
     if not is_tensor:
         return MismatchError, f"was saved as a tensor, asked for as {type(value).__name__}"
-    if tuple(saved.size) != tuple(value.size()):
-        return ShapeMismatchError, f"was saved with shape {list(saved.size)}, asked for {list(value.size())}"
-    if saved.properties.dtype != value.dtype and not convert_dtype:
-        return DtypeMismatchError, f"was saved as {saved.properties.dtype}, asked for as {value.dtype}"
+    sizes, dtype = saved
+    if sizes != tuple(value.size()):
+        return ShapeMismatchError, f"was saved with shape {list(sizes)}, asked for {list(value.size())}"
+    if dtype != value.dtype and not convert_dtype:
+        return DtypeMismatchError, f"was saved as {dtype}, asked for as {value.dtype}"
     return None

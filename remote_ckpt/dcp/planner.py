@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
 from remote_ckpt.checksum import crc32c
-from remote_ckpt.dcp.matching import KeyReport, check_values, listed, match_keys, raise_key_mismatch
+from remote_ckpt.dcp.matching import (
+    KeyReport,
+    check_values,
+    listed,
+    match_keys,
+    raise_key_mismatch,
+    saved_shapes,
+)
 from remote_ckpt.dcp.nesting import put_element
 from remote_ckpt.dcp.payload import byte_view, is_byte_viewable
 from remote_ckpt.dcp.pickles import load_pickle
@@ -217,7 +224,9 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
             key_filter=self.key_filter,
             fixed=self.fixed,
         )
-        check_values(match.saved_names, self.state_dict, metadata, convert_dtype=self.convert_dtype)
+        check_values(
+            match.saved_names, self.state_dict, saved_shapes(metadata), convert_dtype=self.convert_dtype
+        )
         self.mappings.update(match.paths)
         self._new_tensors = self._room_for_new_tensors(match.saved_names)
         self.state_dict.update(self._new_tensors)

@@ -21,11 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from remote_ckpt.dcp.matching import without_wrappers
 from remote_ckpt.errors import ConfigError, KeyMismatchError
-
-LEFT_OUT = "_remote_ckpt_left_out"
-"""Attribute of a module: the names below it that its state dict leaves out on purpose."""
 
 
 def collect_state(
@@ -101,12 +97,3 @@ def apply_state(
             value.load_state_dict(state[name])
         elif isinstance(value, list):
             value[:] = state[name]
-
-
-def left_out_names(model: torch.nn.Module) -> list[str]:
-    """Return the names, as in a checkpoint, that hooks on the model or its submodules leave out."""
-    names = set()
-    for prefix, module in model.named_modules():
-        for name in getattr(module, LEFT_OUT, ()):
-            names.add(without_wrappers(f"model.{prefix}.{name}" if prefix else f"model.{name}"))
-    return sorted(names)

@@ -1,0 +1,283 @@
+"""A run's directory: which checkpoints it holds, which stay, and copies to keep. Without torch.
+
+None of these functions talks to other ranks: call them on one rank (or on several: deleting what another
+rank has just deleted is no error). They do what DINOv3's checkpointer does under the same names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remote_ckpt.copies import copy_checkpoint
+from remote_ckpt.deletion import delete_checkpoint
+from remote_ckpt.discover import CheckpointEntry, find_checkpoints, find_latest
+from remote_ckpt.errors import CheckpointChangedError, CheckpointNotFoundError, RemoteCkptError
+from remote_ckpt.log import logger
+from remote_ckpt.options import Options
+from remote_ckpt.retention import (
+    Candidate,
+    CheckpointRetentionPolicy,
+    RetentionPlan,
+    plan_cleanup,
+    plan_keep_last,
+)
+from remote_ckpt.store import open_store
+from remote_ckpt.store.base import Store
+from remote_ckpt.url import Location, parse_location, to_path
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+    CheckpointPath = str | os.PathLike[str] | UPath
+
+_resumed_from: dict[str, str] = {}
+"""Roots and the checkpoint in each that this process resumed from and has not yet superseded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where to look and how to get there; what all functions here begin with."""
+
+    location: Location
+    storage_options: Mapping[str, Any] | None
+    transport: str | None
+    options: Options
+
+    @contextmanager
+    def opened(self) -> Iterator[Store]:
+        store = open_store(
+            self.location,
+            storage_options=self.storage_options,
+            transport=self.transport,
+            options=self.options,
+        )
+        with closing(store):
+            yield store
+
+    def path_of(self, name: str) -> Path | UPath:
+        """The path that callers get; a remote one carries the options it takes to open it."""
+        options = {**self.location.options, **(self.storage_options or {})}
+        return to_path(replace(self.location, options=options).join(name))
+
+
+def find_all_checkpoints(
+    ckpt_dir: CheckpointPath,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    transport: str | None = None,
+    options: Options | None = None,
+) -> list[Path | UPath]:
+    """Return the committed checkpoints whose name is a step, by number.
+
+    Ours, stock DCP ones and plain ones (a folder with ``checkpoint.pth``) count; half-made, deleted and
+    damaged ones do not, the last with a warning. Asks the store each time. Calls no collective.
+
+    Args:
+        ckpt_dir: The run's directory, such as ``"s3://bucket/run/ckpt"``; it may not exist yet.
+        storage_options: As in :class:`~remote_ckpt.dcp.writer.RemoteStorageWriter`.
+        transport: As there.
+        options: Retries and deadlines.
+
+    Returns:
+        ``Path`` objects for a local directory, else ``UPath`` objects that carry the options.
+
+    Raises:
+        ConfigError: A URL or an option that cannot be used.
+        StoreError: The store failed, which never counts as "no checkpoint".
+    """
+    place = _place(ckpt_dir, storage_options, transport, options)
+    with place.opened() as root:
+        entries = [entry for entry in find_checkpoints(root) if entry.step is not None]
+    for entry in entries:
+        if entry.error is not None:
+            logger.warning("%s: passing over the damaged checkpoint %s", place.location.url, entry.name)
+    return [place.path_of(entry.name) for entry in entries if entry.error is None]
+
+
+def find_latest_checkpoint(
+    ckpt_dir: CheckpointPath,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    transport: str | None = None,
+    options: Options | None = None,
+) -> Path | UPath | None:
+    """Return the committed checkpoint with the highest step, or None where a listing shows none.
+
+    Takes a few requests, however many checkpoints there are. Arguments and errors as
+    :func:`find_all_checkpoints`. Calls no collective.
+    """
+    place = _place(ckpt_dir, storage_options, transport, options)
+    with place.opened() as root:
+        latest = find_latest(root)
+    return None if latest is None else place.path_of(latest.name)
+
+
+def keep_last_n_checkpoints(
+    ckpt_dir: CheckpointPath,
+    n: int | None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    transport: str | None = None,
+    options: Options | None = None,
+) -> None:
+    """Delete all steps but the ``n`` highest.
+
+    Never deleted are: the newest and the last committed checkpoint, pinned ones, the one that this process
+    resumed from until it has committed another here, anything not named by a number (``best``,
+    ``199_keep``), saves in progress, and what is not recognised. A checkpoint that cannot be deleted is
+    logged, and training goes on. Calls no collective.
+
+    Args:
+        ckpt_dir: The run's directory.
+        n: How many to keep, at least 1; None and -1 keep all.
+        storage_options: As in :func:`find_all_checkpoints`.
+        transport: As there.
+        options: As there.
+
+    Raises:
+        ConfigError: ``n`` is 0 or below -1.
+        StoreError: The listing failed; nothing was deleted.
+    """
+    place = _place(ckpt_dir, storage_options, transport, options)
+    in_use = _resumed_from.get(place.location.url)
+    protected = frozenset() if in_use is None else frozenset({in_use})
+
+    def plan(candidates: list[Candidate]) -> RetentionPlan:
+        return plan_keep_last(candidates, n, protected=protected)
+
+    plan([])  # a wrong n is an error before anything is asked of the store
+    if n is None or n == -1:
+        return
+    _carry_out(place, plan)
+
+
+def cleanup_checkpoint(
+    ckpt_dir: CheckpointPath,
+    checkpoint_retention_policy: CheckpointRetentionPolicy,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    transport: str | None = None,
+    options: Options | None = None,
+) -> None:
+    """Delete what a policy does not keep, at the end of a run; only pins bind this order.
+
+    ``LAST`` keeps ``final`` (or the newest step, where no ``final`` was written), ``BEST`` keeps ``best``,
+    ``ALL`` everything, ``NONE`` nothing. Folders that hold no checkpoint are left alone. Calls no collective.
+
+    Args:
+        ckpt_dir: The run's directory; it may not exist.
+        checkpoint_retention_policy: What stays.
+        storage_options: As in :func:`find_all_checkpoints`.
+        transport: As there.
+        options: As there.
+
+    Raises:
+        StoreError, CheckpointError: Some could not be deleted, the others were.
+    """
+    place = _place(ckpt_dir, storage_options, transport, options)
+    policy = CheckpointRetentionPolicy(checkpoint_retention_policy)
+    failures = _carry_out(place, lambda candidates: plan_cleanup(candidates, policy))
+    if failures:
+        raise failures[0]
+
+
+def keep_checkpoint_copy(
+    src: CheckpointPath,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    transport: str | None = None,
+    options: Options | None = None,
+) -> Path | UPath:
+    """Copy a checkpoint to ``<name>_keep`` beside it, which no automatic retention deletes.
+
+    Hard links on a local disk, server-side copies on a store: no bytes come through this process. An older
+    copy of that name is replaced. A copy that was interrupted is taken up again. Calls no collective.
+
+    Args:
+        src: The checkpoint, with a manifest of ours.
+        storage_options: As in :func:`find_all_checkpoints`.
+        transport: As there.
+        options: As there.
+
+    Returns:
+        The copy's path.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint of ours.
+        CheckpointPinnedError: The older copy is pinned.
+        StoreError: The store failed; nothing was committed.
+    """
+    parent, name = parse_location(src).split()
+    place = _place(parent, storage_options, transport, options)
+    target = f"{name}_keep"
+    with place.opened() as root:
+        copy_checkpoint(root, name, target, overwrite=True, options=place.options)
+    logger.info("copied %s to %s", parent.join(name).url, target)
+    return place.path_of(target)
+
+
+def note_resumed(checkpoint: Location) -> None:
+    """Remember that this process resumed from a checkpoint, which its retention then keeps."""
+    root, name = checkpoint.split()
+    _resumed_from[root.url] = name
+
+
+def note_committed(checkpoint: Location) -> None:
+    """Forget the checkpoint that was resumed from: a newer one has been committed beside it."""
+    _resumed_from.pop(checkpoint.parent.url, None)
+
+
+def _place(
+    path: CheckpointPath | Location,
+    storage_options: Mapping[str, Any] | None,
+    transport: str | None,
+    options: Options | None,
+) -> _Place:
+    location = path if isinstance(path, Location) else parse_location(path)
+    return _Place(location, storage_options, transport, options or Options())
+
+
+def _carry_out(place: _Place, plan_for: Callable[[list[Candidate]], RetentionPlan]) -> list[RemoteCkptError]:
+    """Delete what a plan says; returns (and logs) the errors, since one must not stop the others."""
+    with place.opened() as root:
+        entries = {entry.name: entry for entry in find_checkpoints(root)}
+        plan = plan_for([_candidate(entry) for entry in entries.values()])
+        for warning in plan.warnings:
+            logger.warning("%s: %s", place.location.url, warning)
+        outcomes = [
+            _delete(root, entries[decision.name], decision.reason, place.options) for decision in plan.delete
+        ]
+    return [error for error in outcomes if error is not None]
+
+
+def _candidate(entry: CheckpointEntry) -> Candidate:
+    manifest = entry.manifest
+    return Candidate(
+        name=entry.name,
+        step=entry.step,
+        is_pinned=manifest is not None and manifest.pinned,
+        is_damaged=entry.error is not None,
+        committed_at=None if manifest is None else manifest.committed_at,
+    )
+
+
+def _delete(root: Store, entry: CheckpointEntry, reason: str, options: Options) -> RemoteCkptError | None:
+    try:
+        with closing(root.scope(entry.name)) as checkpoint:
+            # The generation that the plan saw: a pin or a new save that came since wins.
+            delete_checkpoint(checkpoint, if_generation=entry.generation, options=options)
+    except CheckpointNotFoundError:
+        return None  # another rank was faster
+    except CheckpointChangedError as error:
+        logger.info("%s: %s stays, it changed since the plan: %s", root.url, entry.name, error)
+        return None
+    except RemoteCkptError as error:
+        logger.error("%s: cannot delete %s: %s", root.url, entry.name, error)
+        return error
+    logger.info("%s: deleted %s: %s", root.url, entry.name, reason)
+    return None
