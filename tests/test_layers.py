@@ -24,9 +24,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Which checkpoints exist, and how one comes to exist.
     ("newest", "generation", "changes", "probe", "stock_metadata"),
     ("commit", "deletion", "discover", "copies"),
+    # A run's directory.
+    ("upkeep",),
     # torch starts here.
     ("dcp",),
-    ("training",),
+    ("training", "pretrained"),
     # For tests, ours and others'.
     ("testing",),
 )
