@@ -112,7 +112,7 @@ class TestUPath:
         assert parse_location(UPath(url)) == parse_location(url)
 
     def test_it_carries_its_options_and_gives_them_back(self) -> None:
-        options = {"key": "id", "secret": "hush", "client_kwargs": {"region_name": "x"}}
+        options: dict[str, Any] = {"key": "id", "secret": "hush", "client_kwargs": {"region_name": "x"}}
         location = parse_location(UPath("s3://bucket/run", **options))
         assert location.options == options
         path = to_path(location.join("199"))

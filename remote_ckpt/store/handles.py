@@ -117,8 +117,12 @@ class HeldFolder(RootFolder):
     def close(self) -> None:
         """Close the handle."""
         if not self._is_closed:
+            super().close()
             os.close(self._handle)
-        super().close()
+
+    def __del__(self) -> None:
+        # A root with thousands of checkpoints must not run out of descriptors where scopes are just dropped.
+        self.close()
 
     def is_current(self) -> bool:
         """Whether the path leads to this folder, and not to a newer life of the name, or nowhere."""

@@ -232,6 +232,13 @@ class TestScopes:
         with pytest.raises(ConfigError):
             root.scope(name, create=True)
 
+    def test_a_dropped_scope_gives_its_handle_back(self, root: LocalStore) -> None:
+        root.write("1/k", DATA)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(50):
+            assert root.scope("1").read("k") == DATA
+        assert len(os.listdir("/proc/self/fd")) == before
+
     def test_threads_that_list_one_scope_at_once_all_see_everything(self, root: LocalStore) -> None:
         scope = root.scope("1", create=True)
         keys = sorted(f"k{number}" for number in range(200))
