@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from remote_ckpt.manifest import parse_manifest_key
-
 from remote_ckpt import find_all_checkpoints, find_latest_checkpoint
+from remote_ckpt.keys import parse_manifest_key
 from remote_ckpt.store import open_store
 from remote_ckpt.testing.servers import SeaweedServer, free_ports
 from remote_ckpt.url import parse_location
