@@ -188,6 +188,9 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
         UntrustedDataError: A Python object needs ``trusted=True``.
     """
 
+    loads_safely = True
+    """Tells our reader that it may hand over pickles as they are."""
+
     def __init__(
         self,
         *,
