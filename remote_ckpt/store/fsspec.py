@@ -238,6 +238,7 @@ class FsspecStore:
     def copy(self, source: str, target: str) -> None:
         """See :meth:`Store.copy`."""
         target_path = self._root + check_key(target)
+        self.info(source)  # some copy a folder of that name
         with self._request("copy", source) as (fs, path):
             self._make_parent(target_path)
             fs.cp_file(path, target_path)

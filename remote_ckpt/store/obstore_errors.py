@@ -19,7 +19,7 @@ DRIVER_ERRORS: Final = (BaseError, OSError)
 """What obstore raises: its own tree, and the built-in ``FileNotFoundError`` for a 404."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
-_CODE: Final = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+_CODE: Final = re.compile(r"<Code>\s*(\w+)\s*</Code>|\(code: (\w+)\)")
 _MESSAGE: Final = re.compile(r"<Message>\s*([^<]{1,300})")
 _REASON: Final = re.compile(r"\b(?:message|error): \"([^\"]{1,200})\"")
 _IS_TIMEOUT: Final = re.compile(r"kind: Timeout\b|operation timed out")
@@ -37,15 +37,14 @@ def status_of(error: BaseException) -> int | None:
 def code_of(error: BaseException) -> str | None:
     """Return the error code (such as ``NoSuchBucket``) in the answer that obstore reports."""
     match = _CODE.search(str(error))
-    return match[1] if match else None
+    return (match[1] or match[2]) if match else None
 
 
 def translate(error: Exception, *, operation: str, url: str, key: str | None = None) -> StoreError:
     """Return our error for obstore's; the caller raises it ``from`` :func:`redacted`."""
     text, status, code = str(error), status_of(error), code_of(error)
     kind = _kind(error, text, status, code, is_create=operation == "create")
-    match = _MESSAGE.search(text)
-    detail = redact_url(match[1].strip()) if match else _network_detail(kind, text, status)
+    detail = redact_url(_detail(kind, text, status))[:300]
     message = describe(kind, operation=operation, key=key, status=status, code=code, detail=detail)
     return kind(message, url=url, key=key, operation=operation)
 
@@ -75,12 +74,14 @@ def _is_without_credentials(text: str) -> bool:
     return bool(_METADATA_SERVICE.search(text.partition("Debug source")[0]))
 
 
-def _network_detail(kind: type[StoreError], text: str, status: int | None) -> str:
-    if kind is AccessDeniedError and status is None:
+def _detail(kind: type[StoreError], text: str, status: int | None) -> str:
+    if match := _MESSAGE.search(text):
+        return match[1].strip()
+    if status is not None:
+        return ""
+    if _is_without_credentials(text):
         return "no credentials were given, and this machine has no role"
     if kind is StoreTimeoutError:
         return "timed out"
-    if status is not None:
-        return ""
     reason = _REASON.search(text)
-    return redact_url(reason[1] if reason else text.partition("\n")[0])[:300]
+    return reason[1] if reason else text.partition("\n")[0]

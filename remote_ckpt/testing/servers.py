@@ -67,6 +67,7 @@ class LocalServer:
         self._ready_seconds = ready_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._client: Any = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -85,6 +86,7 @@ class LocalServer:
         self._folder = tempfile.TemporaryDirectory(prefix="s3-", ignore_cleanup_errors=True)
         folder, ports = Path(self._folder.name), free_ports(self.port_count)
         self.endpoint_url = f"http://{_HOST}:{ports[0]}"
+        self._client = None
         with open(folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 self._command(find_program(self.program, self.package), folder, ports),
@@ -140,16 +142,19 @@ class LocalServer:
         }
 
     def client(self) -> Any:
-        """Return a boto3 S3 client of this server."""
+        """Return a boto3 S3 client of this server, made once."""
         import boto3
 
-        return boto3.client(
+        if self._client is not None:
+            return self._client
+        self._client = boto3.client(
             "s3",
             endpoint_url=self.endpoint_url,
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
             region_name=self.region,
         )
+        return self._client
 
     def create_bucket(self, name: str) -> str:
         """Create a bucket and return its name."""
