@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from remote_ckpt import (
     CheckedLoadPlanner,
@@ -148,7 +149,7 @@ def test_br_94_flat_wrapped_parameters_are_unexpected_and_refused(place: str) ->
 
 def test_br_94_a_key_filter_loads_one_part_alone(place: str) -> None:
     save_all(place, {"teacher": {"w": torch.ones(2)}, "student": {"w": torch.ones(2)}})
-    state = {"teacher": {"w": torch.zeros(2)}, "head": torch.zeros(1)}
+    state: dict[str, Any] = {"teacher": {"w": torch.zeros(2)}, "head": torch.zeros(1)}
     planner = load_all(place, state, key_filter=lambda name: name.startswith("teacher."))
     assert (planner.missing, planner.unexpected) == ((), ())
     assert torch.equal(state["teacher"]["w"], torch.ones(2))
