@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from remote_ckpt.errors import CheckpointChangedError, StoreError
+from remote_ckpt.errors import CheckpointChangedError, ObjectNotFoundError, StoreError
 from remote_ckpt.keys import STOCK_METADATA_NAME
 from remote_ckpt.newest import Newest, list_generations, read_newest
 from remote_ckpt.store.base import Store
@@ -32,7 +32,14 @@ def publish_stock_metadata(
         CheckpointChangedError: Newer generations appeared faster than they could be published.
     """
     for _ in range(_MAX_ROUNDS):
-        _publish(checkpoint, newest, known or {})
+        try:
+            _publish(checkpoint, newest, known or {})
+        except ObjectNotFoundError:
+            # Its stock metadata went with it when a newer generation took its place.
+            if (newer := read_newest(checkpoint)) is None or newer.generation <= newest.generation:
+                raise
+            newest = newer
+            continue
         generations = list_generations(checkpoint.list_children("").objects)
         if not generations or generations[-1] <= newest.generation:
             return newest

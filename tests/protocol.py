@@ -212,6 +212,17 @@ def scripted(inner: Store, script: Script) -> FaultStore:
     return FaultStore(inner, before=lambda call: script.before(call.operation, call.key or ""), after=after)
 
 
+def once(operation: str, act: Callable[[], object]) -> Hook:
+    """A hook that acts at the first such call."""
+    pending = [act]
+
+    def at_call(called: str, key: str) -> None:
+        if called == operation and pending:
+            pending.pop()()
+
+    return at_call
+
+
 def answers(
     operation: str, errors: Mapping[int, BaseException], *, is_after: bool = False, key: str = "manifest."
 ) -> Script:

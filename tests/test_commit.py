@@ -21,6 +21,7 @@ from protocol import (
     load,
     manifests_of,
     next_generation,
+    once,
     save,
     scripted,
     upload,
@@ -498,7 +499,7 @@ class TestGenerationZero:
 
     def test_a_save_that_replaced_it_meanwhile_keeps_its_stock_metadata(self, memory: Store) -> None:
         self.stock(memory)
-        script = Script(before=_once("delete", lambda: save(memory, b"one", overwrite=True)))
+        script = Script(before=once("delete", lambda: save(memory, b"one", overwrite=True)))
         delete_checkpoint(scripted(memory, script).scope("10"))
         assert load(memory) == b"one"
         assert keys_of(memory) == first_keys(memory)
@@ -767,7 +768,7 @@ class TestDamage:
         self, memory: Store
     ) -> None:
         save(memory, b"one")
-        script = Script(before=_once("read", lambda: _supersede_and_sweep(memory)))
+        script = Script(before=once("read", lambda: _supersede_and_sweep(memory)))
         newest = read_newest(scripted(scope(memory), script))
         assert newest is not None
         assert newest.generation == 2
@@ -871,29 +872,19 @@ class _Undeletable(DelegatingStore):
         return [*failures, *self.inner.delete([key for key in keys if key not in self.stuck])]
 
 
-def _once(operation: str, act: Callable[[], object]) -> Callable[[str, str], None]:
-    pending = [act]
-
-    def at_call(called: str, key: str) -> None:
-        if called == operation and pending:
-            pending.pop()()
-
-    return at_call
-
-
 def _raise_once(operation: str, error: BaseException) -> Callable[[str, str], None]:
     def fail() -> None:
         raise error
 
-    return _once(operation, fail)
+    return once(operation, fail)
 
 
 def _before_first_create(root: Store, act: Callable[[], object]) -> Store:
-    return scripted(root, Script(before=_once("create", act)))
+    return scripted(root, Script(before=once("create", act)))
 
 
 def _after_first_create(root: Store, act: Callable[[], object]) -> Store:
-    return scripted(root, Script(after=_once("create", act)))
+    return scripted(root, Script(after=once("create", act)))
 
 
 def _after_create(script: Script) -> Script:

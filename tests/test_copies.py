@@ -1,0 +1,275 @@
+"""Copies within a run: whole or absent, under new keys, resumed, and never mixed with another attempt."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from protocol import (
+    Script,
+    answers,
+    expected_keys,
+    keys_of,
+    load,
+    manifests_of,
+    once,
+    save,
+    scripted,
+)
+
+from remote_ckpt.changes import annotate, set_pinned
+from remote_ckpt.copies import copy_checkpoint
+from remote_ckpt.deletion import delete_checkpoint
+from remote_ckpt.errors import (
+    CheckpointChangedError,
+    CheckpointDamagedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    ConfigError,
+    StoreUnavailableError,
+)
+from remote_ckpt.index import parse_index
+from remote_ckpt.keys import is_token, own_key, parse_copy_record_key
+from remote_ckpt.manifest import format_manifest
+from remote_ckpt.newest import named_keys, read_newest
+from remote_ckpt.store.base import Store
+from remote_ckpt.store.local import LocalStore
+from remote_ckpt.store.memory import MemoryStore
+from remote_ckpt.testing.faults import FaultStore, SimulatedCrash
+
+
+@pytest.fixture(params=["memory", "local"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return MemoryStore.fresh() if request.param == "memory" else LocalStore(tmp_path / "run")
+
+
+def payload_of(root: Store, name: str) -> str | None:
+    """Read a copy: its objects hold the source's keys, so only sizes, checksums and names are looked at."""
+    newest = read_newest(root.scope(name, create=True))
+    if newest is None or not newest.is_live:
+        return None
+    sizes = {info.key: info.size_bytes for info in root.scope(name).list()}
+    manifest = newest.manifest
+    entries = [*manifest.objects, manifest.index, manifest.stock_metadata]
+    assert all(entry is not None and sizes[entry.key] == entry.size_bytes for entry in entries)
+    return str(manifest.user_metadata["payload"])
+
+
+def test_a_copy_says_what_its_source_says_under_its_own_name_and_keys(root: Store) -> None:
+    save(root, b"one")
+    source = annotate(root.scope("10"), metrics={"loss": 0.5})
+    copy = copy_checkpoint(root, "10", "10_keep")
+    assert (copy.name, copy.step, copy.generation, copy.pinned) == ("10_keep", None, 1, False)
+    assert (copy.content_digest, copy.metrics) == (source.content_digest, {"loss": 0.5})
+    assert [(entry.size_bytes, entry.crc32c) for entry in copy.objects] == [
+        (entry.size_bytes, entry.crc32c) for entry in source.objects
+    ]
+    assert named_keys(copy).isdisjoint(named_keys(source))
+    assert keys_of(root, "10_keep") == expected_keys(copy)
+    assert all(own_key(key) for key in keys_of(root, "10_keep"))
+
+
+def test_its_data_is_that_of_the_source(root: Store) -> None:
+    source = save(root, b"one")
+    copy = copy_checkpoint(root, "10", "best")
+    for theirs, ours in zip(source.objects, copy.objects, strict=True):
+        assert root.read(f"10/{theirs.key}") == root.read(f"best/{ours.key}")
+
+
+def test_index_and_stock_metadata_name_the_copys_own_objects(root: Store) -> None:
+    source = save(root, b"one")
+    copy = copy_checkpoint(root, "10", "best")
+    assert copy.index is not None
+    assert copy.stock_metadata is not None
+    index = parse_index(root.read(f"best/{copy.index.key}"), url=root.url, key=copy.index.key)
+    keys = [entry.key for entry in copy.objects]
+    assert (index.objects, index.save_id) == (keys, copy.save_id)
+    stock = root.read("best/.metadata")
+    assert stock == f"stock {' '.join(keys)} of {copy.save_id}".encode()
+    assert len(stock) == len(root.read(f"10/metadata.{source.save_id}.pickle"))
+    assert all(is_token(key.partition("/")[0]) for key in keys)
+
+
+def test_the_copy_outlives_its_source(root: Store) -> None:
+    save(root, b"one")
+    copy = copy_checkpoint(root, "10", "10_keep")
+    delete_checkpoint(root.scope("10"))
+    assert payload_of(root, "10_keep") == "one"
+    assert root.read(f"10_keep/{copy.objects[0].key}").startswith(b"one")
+
+
+def test_copying_again_after_a_deletion_uses_new_keys(root: Store) -> None:
+    """A slow deletion of the first copy must not hit the second."""
+    save(root, b"one")
+    first = copy_checkpoint(root, "10", "10_keep")
+    delete_checkpoint(root.scope("10_keep"))
+    second = copy_checkpoint(root, "10", "10_keep")
+    assert named_keys(first).isdisjoint(named_keys(second))
+
+
+def test_an_existing_target_is_refused_unless_told(root: Store) -> None:
+    save(root, b"one")
+    save(root, b"two", name="best")
+    with pytest.raises(CheckpointExistsError):
+        copy_checkpoint(root, "10", "best")
+    assert load(root, "best") == b"two"
+    copy = copy_checkpoint(root, "10", "best", overwrite=True)
+    assert copy.generation == 2
+    assert keys_of(root, "best") == expected_keys(copy)
+
+
+def test_a_pinned_target_is_refused_and_a_pinned_source_gives_an_unpinned_copy(root: Store) -> None:
+    for name in ("10", "best"):
+        save(root, name.encode(), name=name)
+        set_pinned(root.scope(name), True)
+    with pytest.raises(CheckpointPinnedError):
+        copy_checkpoint(root, "10", "best", overwrite=True)
+    assert not copy_checkpoint(root, "10", "10_keep").pinned
+
+
+def test_a_missing_source_and_one_without_manifest_are_refused(root: Store) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        copy_checkpoint(root, "10", "best")
+    root.write("20/.metadata", b"stock")
+    with pytest.raises(CheckpointNotFoundError, match="manifest"):
+        copy_checkpoint(root, "20", "best")
+
+
+def test_a_checkpoint_is_not_copied_onto_itself(root: Store) -> None:
+    with pytest.raises(ConfigError, match="onto itself"):
+        copy_checkpoint(root, "10", "10", overwrite=True)
+
+
+def test_a_source_that_lacks_an_object_is_damaged_and_nothing_is_committed(root: Store) -> None:
+    manifest = save(root, b"one")
+    root.delete([f"10/{manifest.objects[0].key}"])
+    with pytest.raises(CheckpointDamagedError, match=manifest.objects[0].key):
+        copy_checkpoint(root, "10", "best")
+    assert payload_of(root, "best") is None
+
+
+def test_a_source_that_is_replaced_meanwhile_is_said_so() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    store = scripted(memory, Script(before=once("copy", lambda: save(memory, b"two", overwrite=True))))
+    with pytest.raises(CheckpointChangedError):
+        copy_checkpoint(store, "10", "best")
+    assert copy_checkpoint(memory, "10", "best").user_metadata == {"payload": "two"}
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_crash_at_any_call_leaves_no_copy_or_a_whole_one_and_the_next_call_ends_it(is_done: bool) -> None:
+    outcomes = set()
+    for number in range(1, 100):
+        memory = MemoryStore.fresh()
+        save(memory, b"one")
+        with suppress(SimulatedCrash):
+            copy_checkpoint(FaultStore.crashing(memory, number, is_done=is_done), "10", "best")
+            break
+        outcomes.add(payload_of(memory, "best"))
+        is_finished = not any(parse_copy_record_key(key) for key in keys_of(memory, "best"))
+        if payload_of(memory, "best") is not None and is_finished:
+            continue
+        copy = copy_checkpoint(memory, "10", "best")
+        assert payload_of(memory, "best") == "one"
+        # Only where the crash hid that the record was written at all may a second attempt have begun.
+        assert expected_keys(copy) == keys_of(memory, "best")
+    assert number > 10
+    assert outcomes == {None, "one"}
+
+
+def test_a_resumed_copy_does_not_copy_again_what_is_there() -> None:
+    memory = MemoryStore.fresh()
+    source = save(memory, b"one")
+    store = scripted(memory, answers("create", {0: SimulatedCrash()}))
+    with pytest.raises(SimulatedCrash):
+        copy_checkpoint(store, "10", "best")
+    assert [call.operation for call in store.calls].count("copy") == len(source.objects)
+    again = FaultStore(memory)
+    copy = copy_checkpoint(again, "10", "best")
+    assert "copy" not in [call.operation for call in again.calls]
+    assert keys_of(memory, "best") == expected_keys(copy)
+
+
+def test_a_failed_object_copy_is_raised_and_the_rest_is_kept_for_the_next_call() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(StoreUnavailableError):
+        copy_checkpoint(
+            scripted(memory, answers("copy", {1: StoreUnavailableError("503")}, key="")), "10", "best"
+        )
+    again = FaultStore(memory)
+    copy_checkpoint(again, "10", "best")
+    assert [call.operation for call in again.calls].count("copy") == 1
+
+
+def test_an_attempt_is_not_resumed_once_its_target_changed() -> None:
+    """The keys of the interrupted attempt may be in somebody's tombstone by now."""
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(SimulatedCrash):
+        copy_checkpoint(scripted(memory, answers("create", {0: SimulatedCrash()})), "10", "best")
+    interrupted = keys_of(memory, "best")
+    save(memory, b"other", name="best")
+    copy = copy_checkpoint(memory, "10", "best", overwrite=True)
+    assert named_keys(copy).isdisjoint(interrupted)
+
+
+def test_an_attempt_of_another_source_is_not_resumed() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(SimulatedCrash):
+        copy_checkpoint(scripted(memory, answers("create", {0: SimulatedCrash()})), "10", "best")
+    save(memory, b"two", overwrite=True)
+    copy = copy_checkpoint(memory, "10", "best")
+    assert copy.user_metadata == {"payload": "two"}
+
+
+def test_two_processes_that_resume_one_attempt_agree() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(SimulatedCrash):
+        copy_checkpoint(scripted(memory, answers("create", {0: SimulatedCrash()})), "10", "best")
+    twin = scripted(memory, Script(before=once("create", lambda: copy_checkpoint(memory, "10", "best"))))
+    copy = copy_checkpoint(twin, "10", "best")
+    newest = read_newest(memory.scope("best"))
+    assert newest is not None
+    assert newest.manifest.save_id == copy.save_id
+    assert manifests_of(memory, "best") == ["manifest.000001.json"]
+
+
+def test_a_twin_does_not_commit_on_top_of_the_deletion_of_its_attempt() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(SimulatedCrash):
+        copy_checkpoint(scripted(memory, answers("create", {0: SimulatedCrash()})), "10", "best")
+
+    def finish_and_delete() -> None:
+        copy_checkpoint(memory, "10", "best")
+        delete_checkpoint(memory.scope("best"))
+
+    store = scripted(memory, Script(before=once("create", finish_and_delete)))
+    copy = copy_checkpoint(store, "10", "best")
+    assert copy.generation == 1, "it was committed by the twin, and then deleted"
+    assert payload_of(memory, "best") is None
+    assert manifests_of(memory, "best") == ["manifest.000001.json", "manifest.000002.json"]
+
+
+def test_a_local_copy_shares_the_bytes_on_disk(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    source = save(root, b"one")
+    copy = copy_checkpoint(root, "10", "10_keep")
+    ours, theirs = tmp_path / "10_keep" / copy.objects[0].key, tmp_path / "10" / source.objects[0].key
+    assert ours.stat().st_ino == theirs.stat().st_ino
+
+
+def test_a_copy_without_index_or_stock_metadata_has_none_either() -> None:
+    memory = MemoryStore.fresh()
+    source = save(memory, b"one")
+    bare = replace(source, index=None, stock_metadata=None)
+    memory.write("10/manifest.000001.json", format_manifest(bare))
+    copy = copy_checkpoint(memory, "10", "best")
+    assert (copy.index, copy.stock_metadata) == (None, None)
