@@ -33,7 +33,7 @@ test: $(installed)  ## run the whole suite, with its servers; PYTEST_ARGS is pas
 check: $(installed)  ## lint, formatting, types
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	$(bin)/mypy remote_ckpt tests scripts
+	$(bin)/mypy remote_ckpt tests scripts benchmarks examples
 
 docs: $(installed)  ## run every code block of README and docs
 	$(bin)/python -m pytest tests/test_docs.py
