@@ -14,6 +14,7 @@ from remote_ckpt.testing.servers import (
     MiniStackServer,
     MotoServer,
     RcloneServer,
+    RunningServer,
     SeaweedServer,
 )
 
@@ -34,8 +35,18 @@ def moto_server() -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[LocalServer]:
-    with SeaweedServer() as server:
+    """SeaweedFS; or the server of ``TEST_S3_ENDPOINT_URL``, to run the same tests on another product."""
+    endpoint_url = os.environ.get("TEST_S3_ENDPOINT_URL")
+    with _running(endpoint_url) if endpoint_url else SeaweedServer() as server:
         yield server
+
+
+def _running(endpoint_url: str) -> LocalServer:
+    return RunningServer(
+        endpoint_url,
+        access_key=os.environ["TEST_S3_ACCESS_KEY"],
+        secret_key=os.environ["TEST_S3_SECRET_KEY"],
+    )
 
 
 @pytest.fixture(scope="session")

@@ -275,6 +275,27 @@ class SeaweedServer(LocalServer):
         )
 
 
+class RunningServer(LocalServer):
+    """A server that somebody else started and will end: MinIO in a container, say.
+
+    Args:
+        endpoint_url: Where it listens.
+        access_key: May create buckets and everything in them.
+        secret_key: The secret of ``access_key``.
+        region: The region to sign for.
+    """
+
+    def __init__(
+        self, endpoint_url: str, *, access_key: str, secret_key: str, region: str = "us-east-1"
+    ) -> None:
+        super().__init__()
+        self.endpoint_url, self.region = endpoint_url, region
+        self.access_key, self.secret_key = access_key, secret_key
+
+    def start(self) -> None:
+        """Do nothing: it runs."""
+
+
 def free_ports(count: int) -> list[int]:
     """Return ``count`` different loopback ports that were free a moment ago."""
     with ExitStack() as stack:
