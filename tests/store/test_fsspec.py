@@ -7,6 +7,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import fsspec
@@ -31,8 +32,9 @@ from remote_ckpt.options import MiB, RetryOptions, TransferOptions
 from remote_ckpt.store.base import CreateOnly, Store
 from remote_ckpt.store.fsspec import FsspecStore, open_fsspec_store
 from remote_ckpt.store.fsspec_errors import translate
-from remote_ckpt.store.fsspec_s3 import plan_s3fs_options
+from remote_ckpt.store.fsspec_s3 import S3fsStore, plan_s3fs_options
 from remote_ckpt.store.local import LocalStore
+from remote_ckpt.store.obstore import open_obstore_store
 from remote_ckpt.store.retry import RetryStore
 from remote_ckpt.testing.contract import StoreContract
 from remote_ckpt.testing.s3_contract import FreshRoot, S3Contract, make_locked_bucket, open_upload_keys
@@ -47,13 +49,31 @@ def open_s3fs(server: LocalServer, url: str, **options: Any) -> Store:
     return open_fsspec_store(parse_location(url), storage_options=storage_options)
 
 
-class TestS3fsOnMiniStack(S3Contract):
-    keys_listed: ClassVar[int] = 1_050  # more than one page
+OpenShared = Callable[[LocalServer], S3fsStore]
 
+
+@pytest.fixture(scope="module")
+def open_shared(fresh_root: FreshRoot) -> OpenShared:
+    """Return a function that opens an empty root on a server; one s3fs instance serves a server's tests.
+
+    To make one costs more than most tests.
+    """
+    made: dict[str, Any] = {}
+
+    def open_root(server: LocalServer) -> S3fsStore:
+        if server.endpoint_url not in made:
+            options = plan_s3fs_options(server.storage_options(), RetryOptions())
+            made[server.endpoint_url] = fsspec.filesystem("s3", skip_instance_cache=True, **options)
+        return S3fsStore(parse_location(fresh_root(server)), made[server.endpoint_url], TransferOptions())
+
+    return open_root
+
+
+class TestS3fsOnMiniStack(S3Contract):
     @pytest.fixture
-    def store(self, ministack: LocalServer, fresh_root: FreshRoot) -> Store:
+    def store(self, ministack: LocalServer, open_shared: OpenShared) -> Store:
         self.server = ministack
-        return open_s3fs(ministack, fresh_root(ministack))
+        return open_shared(ministack)
 
 
 @pytest.mark.server
@@ -62,9 +82,9 @@ class TestS3fsOnSeaweed(S3Contract):
     racers: ClassVar[int] = 3  # its lock is retried once a second: more would take long
 
     @pytest.fixture
-    def store(self, seaweed: LocalServer, fresh_root: FreshRoot) -> Store:
+    def store(self, seaweed: LocalServer, open_shared: OpenShared) -> Store:
         self.server = seaweed
-        return RetryStore(open_s3fs(seaweed, fresh_root(seaweed)), RetryOptions())
+        return RetryStore(open_shared(seaweed), RetryOptions())
 
 
 class MemoryContract(StoreContract):
@@ -179,6 +199,19 @@ class TestS3fsTraps:
         failures = store.delete(["free", "held", "absent"])
         assert [(failure.key, type(failure.error)) for failure in failures] == [("held", AccessDeniedError)]
         assert [info.key for info in store.list()] == ["held"]
+
+    def test_more_objects_than_a_page_holds_are_listed_and_deleted(
+        self, ministack: LocalServer, fresh_root: FreshRoot
+    ) -> None:
+        store = open_s3fs(ministack, fresh_root(ministack))
+        writer = open_obstore_store(parse_location(store.url), storage_options=ministack.storage_options())
+        keys = [f"{number % 3}/{number:04}" for number in range(2_010)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: writer.write(key, b"1"), keys))
+        assert [info.key for info in store.list()] == sorted(keys)
+        assert len(store.list_children("1/").objects) == 670
+        assert store.delete(keys) == []
+        assert store.list() == []
 
     def test_a_listing_is_never_cached(self, ministack: LocalServer, fresh_root: FreshRoot) -> None:
         url = fresh_root(ministack)
