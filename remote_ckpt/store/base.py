@@ -27,7 +27,11 @@ Buffer = bytes | bytearray | memoryview
 """Bytes in memory. A memoryview is one-dimensional, contiguous, of format ``B``."""
 
 ChunkSource = Callable[[], Iterator[Buffer]]
-"""Gives an object's bytes from the beginning, each time it is called, for as long as the write runs."""
+"""Gives an object's bytes from the beginning, each time it is called, for as long as the write runs.
+
+A chunk must stay as it was given until the write returns: drivers send it without a copy, after they have
+asked for the next ones.
+"""
 
 
 class CreateOnly(enum.Enum):

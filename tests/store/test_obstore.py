@@ -228,6 +228,8 @@ class TestNetwork:
         for verb in ("read", "create", "list", "info"):
             with pytest.raises(StoreUnavailableError, match="refused"):
                 VERBS[verb](store)
+        with pytest.raises(StoreUnavailableError, match="refused"):
+            store.clock()
 
     def test_a_silent_server_is_a_timeout(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
