@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from remote_ckpt.errors import IntegrityError
@@ -60,11 +59,10 @@ class CheckedChunks:
             self.failure = error
             raise
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Let what the source raised pass as it was, whatever the driver inside makes of it."""
+    def feed(self, send: Callable[[], None]) -> None:
+        """Call ``send``; what the source raises in it passes as it was, whatever the driver makes of it."""
         try:
-            yield
+            send()
         except BaseException:
             if self.failure is None:
                 raise

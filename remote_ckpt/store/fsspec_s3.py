@@ -76,11 +76,10 @@ class S3fsStore(FsspecStore):
         """See :meth:`Store.write_stream`; up to ``concurrency`` parts are held in memory."""
         chunks = CheckedChunks(source, size_bytes, url=self.url, key=key)
         part_bytes = plan_part_bytes(size_bytes, part_bytes)
-        with chunks.unchanged(), self._request("write_stream", key):
-            if size_bytes <= part_bytes:
-                self.write(key, chunks.joined())
-            else:
-                self._upload(key, cut_parts(chunks, part_bytes), concurrency)
+        if size_bytes <= part_bytes:
+            self.write(key, chunks.joined())
+        else:
+            chunks.feed(lambda: self._upload(key, cut_parts(chunks, part_bytes), concurrency))
 
     def info(self, key: str) -> ObjectInfo:
         """See :meth:`Store.info`."""
@@ -162,7 +161,11 @@ class S3fsStore(FsspecStore):
                 yield DeleteFailure(key, error)
 
     def _upload(self, key: str, parts: Iterator[bytes], concurrency: int) -> None:
-        target = {"Key": self._path_in_bucket(key)}
+        target = {"Key": self._path_in_bucket(check_key(key))}
+        with self._request("write_stream", key):
+            self._upload_to(target, parts, concurrency)
+
+    def _upload_to(self, target: dict[str, str], parts: Iterator[bytes], concurrency: int) -> None:
         target["UploadId"] = self._call("create_multipart_upload", **target)["UploadId"]
         try:
             sent = self._send_parts(target, parts, concurrency)

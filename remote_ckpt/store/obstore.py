@@ -158,8 +158,8 @@ class ObstoreStore:
         returns.
         """
         chunks = CheckedChunks(source, size_bytes, url=self.url, key=key)
-        with chunks.unchanged():
-            self._send(key, chunks, size_bytes, plan_part_bytes(size_bytes, part_bytes), concurrency)
+        part_bytes = plan_part_bytes(size_bytes, part_bytes)
+        chunks.feed(lambda: self._send(key, chunks, size_bytes, part_bytes, concurrency))
 
     def info(self, key: str) -> ObjectInfo:
         """See :meth:`Store.info`."""

@@ -54,10 +54,14 @@ def test_the_sources_error_wins_over_what_a_driver_makes_of_it() -> None:
         raise cause
 
     chunks = CheckedChunks(source, 2, url="s3://b", key="k")
-    with pytest.raises(KeyError) as caught, chunks.unchanged():
+
+    def send() -> None:
         try:
             list(chunks)
         except KeyError as error:
             raise OSError("the driver's own words") from error
+
+    with pytest.raises(KeyError) as caught:
+        chunks.feed(send)
     assert caught.value is cause
     assert caught.value.__context__ is None
