@@ -159,7 +159,8 @@ def train(url: str, *, steps: int, stop_after: int, save_every: int) -> None:
             save_checkpoint(f"{url}/best", iteration=step, **state)
         report(f"saving {step} accuracy {accuracy:.4f}")
         save_checkpoint(f"{url}/{step}", iteration=step, **state)
-        keep_last_n_checkpoints(url, 2)
+        if dist.get_rank() == 0:
+            keep_last_n_checkpoints(url, 2)
 
 
 def main() -> None:

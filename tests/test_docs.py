@@ -94,6 +94,13 @@ def test_links_lead_to_pages_and_headings_that_exist(page: Path) -> None:
         assert not match["anchor"] or match["anchor"] in anchors(target), match[0]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    assert {name for name in named if f"def {name}(" not in tests} == set()
+
+
 def test_the_makefile_has_ten_targets_at_most() -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert len(targets) <= 10
