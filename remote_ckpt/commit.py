@@ -72,8 +72,12 @@ def open_for_save(root: Store, name: str, *, overwrite: bool) -> Store:
     Raises:
         The errors of :func:`check_may_save` and :meth:`Store.scope`.
     """
-    checkpoint = open_life(root, name)
-    check_may_save(checkpoint, overwrite=overwrite)
+    checkpoint, standing = open_life(root, name)
+    try:
+        check_may_replace(checkpoint, standing, overwrite=overwrite)
+    except CheckpointError:
+        checkpoint.close()
+        raise
     return checkpoint
 
 

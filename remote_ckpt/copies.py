@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -106,9 +106,11 @@ def copy_checkpoint(
     """
     if check_name(source) == check_name(target):
         raise ConfigError(f"cannot copy checkpoint {source!r} onto itself", url=root.url)
-    with closing(root.scope(source)) as origin, closing(open_life(root, target)) as checkpoint:
+    with ExitStack() as scopes:
+        origin = scopes.enter_context(closing(root.scope(source)))
         manifest = _read_source(origin)
-        standing = look(checkpoint)
+        checkpoint, standing = open_life(root, target)
+        scopes.callback(checkpoint.close)
         names = (source, target)
         copy = _resume(checkpoint, standing, manifest, names, options)
         if copy is not None and (done := _committed(standing, copy)) is not None:
@@ -116,7 +118,7 @@ def copy_checkpoint(
         check_may_replace(checkpoint, standing, overwrite=overwrite)
         if copy is None:
             copy = _begin(checkpoint, standing, manifest, names, options)
-        _copy_data(root, origin, checkpoint, copy, manifest, options)
+        _copy_data(root, origin, copy, manifest, standing.infos, options)
         draft = _draft(origin, checkpoint, copy, manifest)
         return _finish(checkpoint, _commit(checkpoint, draft, copy, overwrite, options, waiting))
 
@@ -174,10 +176,15 @@ def _committed(standing: Standing, copy: _Copy) -> Manifest | None:
 
 
 def _copy_data(
-    root: Store, origin: Store, checkpoint: Store, copy: _Copy, manifest: Manifest, options: Options
+    root: Store,
+    origin: Store,
+    copy: _Copy,
+    manifest: Manifest,
+    infos: Sequence[ObjectInfo],
+    options: Options,
 ) -> None:
     """Copy the data objects that are not there yet from an earlier try."""
-    present = {info.key: info.size_bytes for info in checkpoint.list("")}
+    present = {info.key: info.size_bytes for info in infos}
     pairs = [(entry, copy.rename(entry.key)) for entry in manifest.objects]
     missing = [(entry.key, key) for entry, key in pairs if present.get(key) != entry.size_bytes]
     try:

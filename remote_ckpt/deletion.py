@@ -94,8 +94,10 @@ def finish_deletion(checkpoint: Store, tombstone: Manifest) -> None:
         # Somebody else finished the same deletion and took the folder away.
 
 
-def open_life(root: Store, name: str) -> Store:
-    """Return the scope of a checkpoint to save into, created where missing, never a closed folder.
+def open_life(root: Store, name: str) -> tuple[Store, Standing]:
+    """Return the scope of a checkpoint to save into, made where missing, never a closed folder.
+
+    With it comes what stands there.
 
     Raises:
         CheckpointChangedError: The folder was deleted again and again.
@@ -106,11 +108,10 @@ def open_life(root: Store, name: str) -> Store:
         checkpoint = root.scope(name, create=True)
         standing = look(checkpoint)
         if standing.manifest is None or not is_closed(checkpoint, standing):
-            return checkpoint
+            return checkpoint, standing
         finish_deletion(checkpoint, standing.manifest)
         if checkpoint.is_current():
             _reopen(checkpoint, standing.manifest)
-            return checkpoint
         checkpoint.close()
     raise _changed(root, f"{name} was deleted {_MAX_LIVES} times while it was opened")
 

@@ -6,8 +6,8 @@ are passed over. A damaged checkpoint is shown as such; any failure of the store
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from remote_ckpt.errors import (
@@ -122,7 +122,7 @@ def _is_name(name: str) -> bool:
 
 def _find(root: Store, name: str) -> CheckpointEntry | None:
     try:
-        standing = with_scope(root, name, look_at_top)
+        standing = _look_at(root, name)
     except CheckpointNotFoundError:
         return None  # a folder that was removed after the listing
     except FormatError as error:
@@ -130,20 +130,16 @@ def _find(root: Store, name: str) -> CheckpointEntry | None:
     return _entry(name, standing)
 
 
-def with_scope(root: Store, name: str, look: Callable[[Store], Standing]) -> Standing:
+def _look_at(root: Store, name: str) -> Standing:
     """Look at one checkpoint and release its handle; again where its folder was replaced meanwhile."""
-    for attempt in range(_MAX_LOOKS):
-        checkpoint = root.scope(name)
-        try:
-            standing = look(checkpoint)
-            if checkpoint.is_current() or attempt == _MAX_LOOKS - 1:
+    for _ in range(_MAX_LOOKS):
+        with closing(root.scope(name)) as checkpoint, suppress(CheckpointChangedError):
+            standing = look_at_top(checkpoint)
+            if checkpoint.is_current():
                 return standing
-        except CheckpointChangedError:
-            if attempt == _MAX_LOOKS - 1:
-                raise
-        finally:
-            checkpoint.close()
-    raise AssertionError("unreachable")
+    raise CheckpointChangedError(
+        f"the checkpoint changed {_MAX_LOOKS} times while it was looked at", url=root.url, step=name
+    )
 
 
 def _entry(name: str, standing: Standing) -> CheckpointEntry | None:
