@@ -235,8 +235,12 @@ def open_base(store: str, stack: ExitStack) -> str:
 def main() -> None:
     started_at = time.monotonic()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's own; the errors are what matters here
+    store = sys.argv[1] if len(sys.argv) > 1 else "seaweed"
     with ExitStack() as stack:
-        demonstrate(open_base(sys.argv[1] if len(sys.argv) > 1 else "seaweed", stack))
+        base = open_base(store, stack)
+        demonstrate(base)
+    if store != "seaweed":
+        print(f"\nWhat it wrote stays under {base}")
     print(f"\nAll of it as promised, in {time.monotonic() - started_at:.0f} s.")
 
 
