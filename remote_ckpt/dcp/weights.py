@@ -151,7 +151,7 @@ def _match_section(wanted: Iterable[str], saved: Iterable[str], section: str) ->
 
 def _read_local(path: str, trusted: bool) -> Any:
     if path.endswith(".safetensors"):
-        return _safetensors().load_file(path)
+        return _load_safetensors(path, path)
     if zipfile.is_zipfile(path):
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=not trusted)
@@ -163,21 +163,22 @@ def _read_local(path: str, trusted: bool) -> Any:
 
 def _parse(data: bytearray, file: Location, trusted: bool) -> Any:
     if file.name.endswith(".safetensors"):
-        try:
-            return _safetensors().load(bytes(data))
-        except ValueError as error:
-            raise CheckpointDamagedError(f"{file.url} cannot be read: {error}", url=file.url) from error
+        return _load_safetensors(bytes(data), file.url)
     return load_pickle(memoryview(data), is_trusted=trusted, what=file.url)
 
 
-def _safetensors() -> Any:
+def _load_safetensors(source: str | bytes, url: str) -> Any:
     try:
-        import safetensors.torch
+        from safetensors import SafetensorError
+        from safetensors.torch import load, load_file
     except ImportError as error:
         raise MissingDependencyError(
             "reading a .safetensors file needs the package: pip install 'remote-ckpt[safetensors]'"
         ) from error
-    return safetensors.torch
+    try:
+        return load_file(source) if isinstance(source, str) else load(source)
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointDamagedError(f"{url} cannot be read: {error}", url=url) from error
 
 
 def _download(store: Store, key: str, options: Options) -> bytearray:
