@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from remote_ckpt.dcp.collective import Group, open_group, unwrap
+from remote_ckpt.dcp.collective import Group, open_group
+from remote_ckpt.dcp.failures import unwrap
 from remote_ckpt.errors import (
     CheckpointChangedError,
     ConfigError,

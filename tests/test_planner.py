@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,6 +82,24 @@ def load_all(
             no_dist=group.world_size == 1,
         )
     return planner
+
+
+@pytest.fixture
+def _no_cached_plans() -> Iterator[None]:
+    """torch keeps save plans by the planner's class for as long as the process lives."""
+    yield
+    for cache in (name for name in vars(SavePlanner) if name.startswith("_cached_")):
+        getattr(SavePlanner, cache).clear()
+
+
+@pytest.mark.usefixtures("_no_cached_plans")
+def test_br_113_saves_with_cached_plans_hold_what_was_saved_each_time(place: str) -> None:
+    for value, extra in ((1.0, {}), (2.0, {}), (3.0, {"new": torch.ones(1)})):
+        url = f"{place}{value:.0f}"
+        save_all(url, {"w": torch.full((3,), value), "step": value, **extra}, enable_plan_caching=True)
+        state: dict[str, Any] = {"w": torch.zeros(3), "step": 0.0, **{name: torch.zeros(1) for name in extra}}
+        load_all(url, state)
+        assert (state["w"].tolist(), state["step"]) == ([value] * 3, value)
 
 
 # --- names --------------------------------------------------------------------------------------

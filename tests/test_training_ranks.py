@@ -24,10 +24,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from remote_ckpt import (
+    CheckpointError,
     CheckpointNotFoundError,
     CommitOptions,
     ConfigError,
     KeyMismatchError,
+    LoadFailedError,
     Options,
     SaveFailedError,
     find_latest_checkpoint,
@@ -324,6 +326,51 @@ def test_a_rank_killed_in_its_upload_is_an_error_on_the_others_and_commits_nothi
         assert isinstance(error, SaveFailedError)
         assert "lost contact: another rank died" in str(error)
     assert ranks.run(load_anew, url, "fsdp2", size=2)[0] == (7, saved)
+
+
+def save_hastily(url: str) -> None:
+    hasty = Options(commit=CommitOptions(commit_seconds=0.05, collective_seconds=40))
+    save_checkpoint(url, iteration=2, model=build(1), options=hasty)
+
+
+def test_br_35_a_commit_that_stays_undecided_is_the_same_error_on_every_rank(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "1")
+    saved = ranks.run(train_and_save, url, "plain")[0]
+    in_the_way = tmp_path / "1" / "manifest.000002.json"
+    in_the_way.mkdir()
+    errors = ranks.errors(save_hastily, url, size=3)
+    assert len({str(error) for error in errors}) == 1
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    in_the_way.rmdir()
+    assert ranks.run(load_anew, url, "plain", size=1)[0] == (7, saved)
+
+
+class DiesWhenAsked:
+    """Kills the last rank when its state is asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("not all ranks could load")
+
+
+def load_with_a_death(url: str) -> None:
+    load_checkpoint(url, model=build(1), trouble=DiesWhenAsked(), options=FAR)
+
+
+def test_a_rank_killed_while_loading_is_an_error_on_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "1")
+    ranks.run(save_stateful, url)
+    first, second, killed = ranks.errors(load_with_a_death, url, size=3)
+    assert isinstance(killed, EOFError)
+    for error in (first, second):
+        assert isinstance(error, LoadFailedError)
+        assert "lost contact: another rank died" in str(error)
 
 
 def save_without_overwrite(url: str) -> None:

@@ -10,25 +10,17 @@ ranks outside a sub-group never take part, and lives as long as the group it was
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
-import pickle
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from remote_ckpt.errors import (
-    CheckpointChangedError,
-    ConfigError,
-    LoadFailedError,
-    RemoteCkptError,
-    SaveFailedError,
-)
+from remote_ckpt.dcp.failures import Failure, as_exception, cause_of, chosen, describe, unwrap
+from remote_ckpt.errors import ConfigError, RemoteCkptError
 
 T = TypeVar("T")
 
@@ -36,36 +28,6 @@ _own_groups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakValueDictionary[float, dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
 """Our groups by parent and limit. torch itself keeps groups alive until they are destroyed; we do not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What went wrong on one rank, in a form that crosses ranks.
-
-    Args:
-        rank: The rank within the group.
-        error: The error, if it is one of ours and pickles.
-        text: Type and message of the error.
-        trace: Its formatted traceback.
-    """
-
-    rank: int
-    error: RemoteCkptError | None
-    text: str
-    trace: str
-
-    @property
-    def precedence(self) -> tuple[int, int]:
-        """Sort key: causes before their consequences, then the lowest rank."""
-        if isinstance(self.error, CheckpointChangedError):
-            return 0, self.rank  # the cure (load again) mends what other ranks ran into as well
-        if self.error is None:
-            return 3, self.rank
-        return (2 if isinstance(self.error, SaveFailedError | LoadFailedError) else 1), self.rank
-
-
-class RemoteTracebackError(Exception):
-    """Cause of an error that happened on another rank; its text is the traceback from there."""
 
 
 class Group:
@@ -112,7 +74,7 @@ class Group:
             raise  # only reached if the group took the failure for none, which gather_status rules out
         except BaseException as error:
             with contextlib.suppress(RemoteCkptError):
-                self.gather_status(_as_exception(error))
+                self.gather_status(as_exception(error))
             raise  # an interrupt stays an interrupt here; the other ranks got an error
         self.gather_status(None)
         return result
@@ -123,10 +85,10 @@ class Group:
         Raises:
             RemoteCkptError: On every rank, if any rank reported an error.
         """
-        mine = None if error is None else _describe(error, self.rank)
+        mine = None if error is None else describe(error, self.rank)
         failures = [failure for failure in self._all_gather(mine) if failure is not None]
         if failures:
-            raise _chosen(failures, self.failure, self.world_size) from _cause(failures, error, self.rank)
+            raise chosen(failures, self.failure, self.world_size) from cause_of(failures, error, self.rank)
 
     def broadcast_from_coordinator(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 only and return its (picklable) result on every rank.
@@ -141,10 +103,10 @@ class Group:
                 outcome = work(), None
             except Exception as caught:
                 error = caught
-                outcome = None, _describe(caught, self.rank)
+                outcome = None, describe(caught, self.rank)
         value, failure = self._broadcast(outcome)
         if failure is not None:
-            raise _chosen([failure], self.failure, self.world_size) from _cause([failure], error, self.rank)
+            raise chosen([failure], self.failure, self.world_size) from cause_of([failure], error, self.rank)
         return value  # type: ignore[return-value]
 
     def barrier(self) -> None:
@@ -156,7 +118,8 @@ class Group:
         """Turn errors of torch's own collective calls on this group into ours.
 
         Raises:
-            RemoteCkptError: For a ``CheckpointException`` (see :func:`unwrap`) and for a lost rank.
+            RemoteCkptError: For a ``CheckpointException``, as :func:`~remote_ckpt.dcp.failures.unwrap`
+                says, and for a lost rank.
         """
         try:
             yield
@@ -251,63 +214,3 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
         return bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
         return False
-
-
-def unwrap(
-    exc: CheckpointException, failure: type[RemoteCkptError], *, world_size: int | None = None
-) -> RemoteCkptError:
-    """Return the one error of ours that a DCP failure comes down to; raise it ``from exc``.
-
-    Args:
-        exc: What ``dcp.save`` or ``dcp.load`` raised; the same on every rank.
-        failure: Class of the result where no rank met an error of ours.
-        world_size: For the message.
-    """
-    failures = [_describe(error, rank) for rank, (error, _) in sorted(exc.failures.items())]
-    return _chosen(failures, failure, world_size)
-
-
-def _describe(error: BaseException, rank: int) -> Failure:
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    portable = error if isinstance(error, RemoteCkptError) and _pickles(error) else None
-    return Failure(rank, portable, _text(error), trace)
-
-
-def _pickles(error: RemoteCkptError) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a field's own reduction raises
-        return False
-    return True
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _as_exception(error: BaseException) -> Exception:
-    return RuntimeError(f"interrupted by {_text(error)}")
-
-
-def _chosen(
-    failures: Sequence[Failure], failure: type[RemoteCkptError], world_size: int | None
-) -> RemoteCkptError:
-    first = min(failures, key=lambda candidate: candidate.precedence)
-    others = sorted(candidate.rank for candidate in failures if candidate is not first)
-    too = f" (rank {', '.join(map(str, others))} failed too)" if others else ""
-    if first.error is None:
-        of = f" of {world_size}" if world_size else ""
-        return failure(f"rank {first.rank}{of} failed: {first.text}{too}", rank=first.rank)
-    error = copy.copy(first.error)
-    error.message += too
-    error.args = (error.message,)
-    if error.rank is None:
-        error.rank = first.rank
-    return error
-
-
-def _cause(failures: Sequence[Failure], own: Exception | None, rank: int) -> Exception:
-    first = min(failures, key=lambda candidate: candidate.precedence)
-    if own is not None and first.rank == rank:
-        return own
-    return RemoteTracebackError(f"on rank {first.rank}:\n{first.trace}")
