@@ -12,7 +12,6 @@ data keys therefore come from a token that each rank draws for each attempt, nev
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +28,7 @@ from remote_ckpt._version import __version__
 from remote_ckpt.checksum import crc32c
 from remote_ckpt.dcp.metadata import ItemKey, build_index, content_digest, item_key, stock_metadata
 from remote_ckpt.dcp.objects import DataObject, StoredItem, plan_objects, prepare_item
+from remote_ckpt.dcp.paths import CheckpointPath, resolve_checkpoint_id
 from remote_ckpt.errors import (
     ConfigError,
     RemoteCkptError,
@@ -44,8 +44,6 @@ from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.transfer import ObjectUpload, upload_objects
 from remote_ckpt.url import Location, parse_location, parse_step
-
-PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class RemoteStorageWriter(StorageWriter):
 
     def __init__(
         self,
-        url: PathLike | None = None,
+        url: CheckpointPath | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
         transport: str | None = None,
@@ -121,10 +119,10 @@ class RemoteStorageWriter(StorageWriter):
 
     # --- what torch calls ------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: CheckpointPath | None = None) -> None:
         """Begin another save, at ``checkpoint_id`` if given; all options stay. All ranks."""
         if checkpoint_id:
-            self._location = self._resolve(checkpoint_id)
+            self._location = resolve_checkpoint_id(self._base, checkpoint_id)
         self._close()
         self.manifest = None
 
@@ -203,7 +201,7 @@ class RemoteStorageWriter(StorageWriter):
         self._close()
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointPath) -> bool:
         """Whether ``checkpoint_id`` is a path or URL that this package can write."""
         try:
             parse_location(checkpoint_id).split()
@@ -335,17 +333,6 @@ class RemoteStorageWriter(StorageWriter):
             logger.warning("left for the sweep: %s in %s: %s", failure.key, self.url, failure.error)
 
     # --- state -----------------------------------------------------------------------------------
-
-    def _resolve(self, checkpoint_id: PathLike) -> Location:
-        """A relative id goes below a remote writer's URL: never silently to the working directory."""
-        text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
-        is_relative = isinstance(text, str) and "://" not in text and not text.startswith(("/", "~"))
-        if self._base is not None and self._base.scheme != "file" and is_relative and ":/" not in text:
-            location = self._base
-            for part in text.strip("/").split("/"):
-                location = location.join(part)
-            return location
-        return parse_location(checkpoint_id)
 
     def _require_location(self) -> Location:
         if self._location is None:
