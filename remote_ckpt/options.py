@@ -68,6 +68,7 @@ class TransferOptions:
         _require(self.budget_bytes >= 2 * self.part_bytes, "budget_bytes must hold two parts")
         _require(self.concurrency >= 1, "concurrency must be at least 1")
         _require(self.block_bytes >= 4 * KiB, "block_bytes must be at least 4 KiB")
+        _require(self.block_bytes <= self.part_bytes, "block_bytes must not exceed part_bytes")
         _require(self.max_object_bytes >= self.part_bytes, "max_object_bytes must hold a part")
         _require(self.merge_gap_bytes >= 0, "merge_gap_bytes must not be negative")
 

@@ -74,18 +74,29 @@ class Segment:
 
 @dataclass(slots=True)
 class ByteBudget:
-    """Hands out staging memory; who asks for more than the whole gets it once all else is returned."""
+    """Hands out staging memory in the order of asking, so that small requests never starve a large one.
+
+    Who asks for more than the whole gets it once all else is returned.
+    """
 
     limit_bytes: int
     _used_bytes: int = 0
+    _next_ticket: int = 0
+    _served: int = 0
     _condition: threading.Condition = field(default_factory=threading.Condition)
 
     def acquire(self, wanted_bytes: int) -> int:
         """Wait until the bytes are free and take them; returns the amount to give back."""
         amount = min(wanted_bytes, self.limit_bytes)
         with self._condition:
-            self._condition.wait_for(lambda: self._used_bytes + amount <= self.limit_bytes)
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            self._condition.wait_for(
+                lambda: self._served == ticket and self._used_bytes + amount <= self.limit_bytes
+            )
+            self._served += 1
             self._used_bytes += amount
+            self._condition.notify_all()
         return amount
 
     def release(self, amount: int) -> None:

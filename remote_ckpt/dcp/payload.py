@@ -34,7 +34,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as bytes; writable, no copy, not empty."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    # Of one element torch calls any stride contiguous, and view() then refuses: state the stride.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 

@@ -11,8 +11,8 @@ generation and save still newest means damage, anything else that the checkpoint
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from remote_ckpt.dcp.metadata import rebuild_metadata
+from remote_ckpt.dcp.paths import CheckpointPath, resolve_checkpoint_id
 from remote_ckpt.dcp.pickles import parse_stock_metadata
-from remote_ckpt.dcp.reading import IndexedSource, ReadJob, Source, StockSource
+from remote_ckpt.dcp.reading import ReadJob
+from remote_ckpt.dcp.sources import IndexedSource, Source, StockSource
 from remote_ckpt.errors import (
     CheckpointChangedError,
     CheckpointDamagedError,
     CheckpointNotFoundError,
     ConfigError,
+    FormatError,
     ObjectNotFoundError,
     RemoteCkptError,
     UrlError,
@@ -37,13 +40,12 @@ from remote_ckpt.index import parse_index
 from remote_ckpt.integrity import read_verified
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
-from remote_ckpt.newest import Newest, read_newest
+from remote_ckpt.newest import PLAIN_NAME, Newest, read_newest
 from remote_ckpt.options import Options
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.url import parse_location
 
-PathLike = str | os.PathLike[str]
 STOCK_METADATA = ".metadata"
 
 
@@ -91,7 +93,7 @@ class RemoteStorageReader(StorageReader):
 
     def __init__(
         self,
-        url: PathLike | None = None,
+        url: CheckpointPath | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
         transport: str | None = None,
@@ -100,7 +102,8 @@ class RemoteStorageReader(StorageReader):
         trusted: bool = False,
         convert_dtype: bool = False,
     ) -> None:
-        self._location = None if url is None else parse_location(url)
+        self._base = None if url is None else parse_location(url)
+        self._location = self._base
         self._storage_options = dict(storage_options or {})
         self._transport = transport
         self._process_group = process_group
@@ -110,22 +113,27 @@ class RemoteStorageReader(StorageReader):
         self._resolution: Resolution | None = None
         self._source: Source | None = None
         self._metadata: Metadata | None = None
+        self._manifest: Manifest | None = None
+        self._is_chosen = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process_group": None, "_source": None, "_metadata": None}
 
     # --- what torch calls ------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: CheckpointPath | None = None) -> None:
         """Begin another load, of ``checkpoint_id`` if given; all options stay. All ranks.
 
-        A resolution made with :meth:`resolve` survives where the checkpoint stays the same.
+        What :meth:`resolve` or :meth:`adopt` chose just before is what this load reads, once.
         """
         if checkpoint_id:
-            location = parse_location(checkpoint_id)
+            location = resolve_checkpoint_id(self._base, checkpoint_id)
             if self._location is None or location.url != self._location.url:
                 self._forget()
-                self._location = location
+            self._location = location
+        if not self._is_chosen:
+            self._forget()
+        self._is_chosen = False
 
     def read_metadata(self) -> Metadata:
         """Return the checkpoint's metadata. All ranks (together, where a process group was given).
@@ -136,7 +144,7 @@ class RemoteStorageReader(StorageReader):
             StoreError: The store failed, which says nothing about the checkpoint.
         """
         if self._metadata is None:
-            self.resolve()
+            self._adopt(self._look_up_together())
         assert self._metadata is not None
         return self._metadata
 
@@ -172,8 +180,7 @@ class RemoteStorageReader(StorageReader):
             CheckpointChangedError: The checkpoint was replaced or deleted meanwhile; load again.
         """
         resolution = self._require_resolution()
-        assert self._source is not None
-        checkpoint = self._open()
+        assert self._source is not None  # it comes with the resolution
         job = ReadJob(
             source=self._source,
             planner=planner,
@@ -183,17 +190,18 @@ class RemoteStorageReader(StorageReader):
             url=self.url,
         )
         try:
-            job.run(checkpoint, plan.items)
-        except ObjectNotFoundError as error:
-            raise self._explain_missing(checkpoint, resolution, error) from error
+            with self._opened() as checkpoint:
+                self._run(job, checkpoint, plan, resolution)
+        except CheckpointNotFoundError as error:  # on a local disk the folder is gone
+            raise self._changed() from error
         finally:
-            checkpoint.close()
+            self._forget()  # the next load looks again: the checkpoint may be another by then
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointPath) -> bool:
         """Whether ``checkpoint_id`` is a path or URL that this package can read."""
         try:
             parse_location(checkpoint_id).split()
@@ -215,22 +223,28 @@ class RemoteStorageReader(StorageReader):
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest that is being read; None before, and for a stock checkpoint."""
-        return None if self._resolution is None else self._resolution.manifest
+        """The manifest that is, or was last, read; None before, and for a stock checkpoint."""
+        return self._manifest
 
     def resolve(self) -> Resolution:
-        """Look the newest generation up and read its index; kept until :meth:`refresh`.
+        """Look the newest generation up and read its index; the next load reads that.
 
         All ranks together where a process group was given, else this rank alone; errors as
         :meth:`read_metadata`.
         """
         if self._resolution is None:
-            self.adopt(self._look_up_together())
+            self._adopt(self._look_up_together())
+        self._is_chosen = True
         return self._require_resolution()
 
     def adopt(self, resolution: Resolution) -> None:
-        """Read what another rank resolved, without asking the store."""
+        """Let the next load read what another rank resolved, without asking the store."""
+        self._adopt(resolution)
+        self._is_chosen = True
+
+    def _adopt(self, resolution: Resolution) -> None:
         self._resolution = resolution
+        self._manifest = resolution.manifest
         if resolution.manifest is None:
             metadata = parse_stock_metadata(resolution.index_bytes, url=self.url, key=STOCK_METADATA)
             self._source = StockSource.from_metadata(metadata, url=self.url)
@@ -255,18 +269,15 @@ class RemoteStorageReader(StorageReader):
 
     def _look_up(self) -> Resolution:
         try:
-            checkpoint = self._open()
+            with self._opened() as checkpoint:
+                newest = read_newest(checkpoint)
+                if newest is None:
+                    return self._look_up_stock(checkpoint)
+                if newest.is_live:
+                    return self._read_index(checkpoint, newest)
         except CheckpointNotFoundError as error:  # on a local disk a folder is missing
             raise self._absent() from error
-        try:
-            newest = read_newest(checkpoint)
-            if newest is None:
-                return self._look_up_stock(checkpoint)
-            if not newest.is_live:
-                raise CheckpointNotFoundError(f"{self.url} was deleted", url=self.url)
-            return self._read_index(checkpoint, newest)
-        finally:
-            checkpoint.close()
+        raise CheckpointNotFoundError(f"{self.url} was deleted", url=self.url)
 
     def _read_index(self, checkpoint: Store, newest: Newest) -> Resolution:
         entry = _index_of(newest.manifest, self.url)
@@ -281,14 +292,21 @@ class RemoteStorageReader(StorageReader):
         try:
             data = checkpoint.read(STOCK_METADATA)
         except ObjectNotFoundError as error:
+            if any(info.key == PLAIN_NAME for info in checkpoint.list_children("").objects):
+                raise FormatError(
+                    f"{self.url} is a plain checkpoint (a {PLAIN_NAME}), not one of DCP: load_checkpoint and "
+                    "the init_ functions read such folders",
+                    url=self.url,
+                ) from error
             raise self._absent() from error
         logger.info("%s is a stock DCP checkpoint: it has no checksums to verify", self.url)
         return Resolution(self.url, None, data)
 
-    def _absent(self) -> CheckpointNotFoundError:
-        return CheckpointNotFoundError(
-            f"no checkpoint at {self.url}: neither a manifest of ours nor DCP's .metadata", url=self.url
-        )
+    def _run(self, job: ReadJob, checkpoint: Store, plan: LoadPlan, resolution: Resolution) -> None:
+        try:
+            job.run(checkpoint, plan.items)
+        except ObjectNotFoundError as error:
+            raise self._explain_missing(checkpoint, resolution, error) from error
 
     def _explain_missing(
         self, checkpoint: Store, resolution: Resolution, error: ObjectNotFoundError
@@ -296,26 +314,36 @@ class RemoteStorageReader(StorageReader):
         """Tell damage from change: look again, comparing generation and save."""
         newest = read_newest(checkpoint)
         now = (0, "") if newest is None else (newest.generation, newest.manifest.save_id)
-        if now == resolution.identity:
-            return CheckpointDamagedError(
-                f"{self.url} is committed, but {error.key or 'an object'} of it is missing",
-                url=self.url,
-                key=error.key,
-            )
+        if now != resolution.identity or not checkpoint.is_current():
+            return self._changed(error.key)
+        return CheckpointDamagedError(
+            f"{self.url} is committed, but {error.key or 'an object'} of it is missing",
+            url=self.url,
+            key=error.key,
+        )
+
+    def _absent(self) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"no checkpoint at {self.url}: neither a manifest of ours nor DCP's .metadata", url=self.url
+        )
+
+    def _changed(self, key: str | None = None) -> CheckpointChangedError:
         return CheckpointChangedError(
-            f"{self.url} was replaced or deleted while it was read: load again", url=self.url, key=error.key
+            f"{self.url} was replaced or deleted while it was read: load again", url=self.url, key=key
         )
 
     # --- state -----------------------------------------------------------------------------------
 
-    def _open(self) -> Store:
+    @contextmanager
+    def _opened(self) -> Iterator[Store]:
         if self._location is None:
             raise UrlError("give RemoteStorageReader a url, or dcp.load a checkpoint_id")
         parent, name = self._location.split()
-        self._root = open_store(
+        root = open_store(
             parent, storage_options=self._storage_options, transport=self._transport, options=self._options
         )
-        return self._root.scope(name)
+        with closing(root), closing(root.scope(name)) as checkpoint:
+            yield checkpoint
 
     def _require_resolution(self) -> Resolution:
         if self._resolution is None:
@@ -323,9 +351,8 @@ class RemoteStorageReader(StorageReader):
         return self._resolution
 
     def _forget(self) -> None:
-        self._resolution = None
-        self._source = None
-        self._metadata = None
+        self._resolution = self._source = self._metadata = None
+        self._is_chosen = False
 
     def storage_meta(self) -> StorageMeta:
         """Return torch's description of this load."""
