@@ -16,9 +16,6 @@ from remote_ckpt.fields import InvalidError, require
 
 _T = TypeVar("_T")
 
-MAX_SCALAR_CHUNKS = 1 << 20
-"""Most chunks of one 0-dim tensor; DCP makes one."""
-
 
 def column(value: Any, *, lowest: int = 0) -> list[int]:
     """Return a list of integers from ``lowest`` to 2**63 - 1."""
@@ -37,18 +34,15 @@ def cut(items: Sequence[_T], lengths: Sequence[int]) -> list[Sequence[_T]]:
 
 
 def points(value: Any, dims: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cut a column into points: for each tensor as many as it has chunks, each of its dimensions."""
+    """Cut a column into points: for each tensor as many as it has chunks, each of its dimensions.
+
+    Nothing in the column bounds how many points of no dimensions there are: check the counts before.
+    """
     runs = cut(column(value), [dim * count for dim, count in zip(dims, counts, strict=True)])
     all_points: list[tuple[int, ...]] = []
     for run, dim, count in zip(runs, dims, counts, strict=True):
-        all_points += zip(*[iter(run)] * dim, strict=True) if dim else _scalars(count)
+        all_points += zip(*[iter(run)] * dim, strict=True) if dim else [()] * count
     return all_points
-
-
-def _scalars(count: int) -> list[tuple[int, ...]]:
-    # No column bounds this count: a few bytes could ask for any amount of memory.
-    require(count <= MAX_SCALAR_CHUNKS, f"{count} chunks of a 0-dim tensor")
-    return [()] * count
 
 
 def by_name(names: Any, entries: Sequence[_T]) -> dict[str, _T]:

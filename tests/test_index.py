@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remote_ckpt.coverage import cover_problem
 from remote_ckpt.errors import CheckpointDamagedError, ConfigError, FormatError
 from remote_ckpt.index import (
     BytesEntry,
     ChunkEntry,
     Index,
     TensorEntry,
+    check_ranges,
     format_index,
     is_encodable,
     parse_index,
@@ -31,6 +34,8 @@ URL = "s3://bucket/run/199"
 KEY = f"index.{SAVE_ID}.json.gz"
 OBJECTS = ["d-0123456789abcdef/0.distcp", "d-fedcba9876543210/0.distcp"]
 BLOCK_BYTES = 64
+
+Box = tuple[int, ...]
 
 
 def crcs(covered_bytes: int) -> bytes:
@@ -77,7 +82,7 @@ def index(**changes: Any) -> Index:
                 dtype="float64", sizes=(4, 4), layout="sparse_coo", memory_format="preserve_format",
                 chunks=[opaque((0, 0), (4, 4))],
             ),
-            "unsaved": TensorEntry(dtype="uint8", sizes=(2,)),
+            "unsaved": TensorEntry(dtype="uint8", sizes=(2, 0)),
         },
         "blobs": {
             "schedule": BytesEntry(object=1, offset=5000, length_bytes=100, crcs=crcs(100), pickle_safe=True),
@@ -132,6 +137,12 @@ class TestRoundTrip:
             },
         }
         written = index(tensors=tensors)
+        assert parse(format_index(written)) == written
+
+    def test_what_packs_as_well_as_a_bomb_is_written_so_that_it_is_read(self) -> None:
+        size = 64 * 2**22
+        zeros = ChunkEntry((0,), (size,), 0, 0, size + 700, 64, size, bytes(4 * 2**22))
+        written = index(tensors={"zeros": TensorEntry(dtype="uint8", sizes=(size,), chunks=[zeros])})
         assert parse(format_index(written)) == written
 
     def test_any_gzip_of_the_same_json_will_do(self) -> None:
@@ -246,6 +257,10 @@ class TestDamage:
         with pytest.raises(CheckpointDamagedError, match="more than 1000000 bytes"):
             parse_index(bomb, url=URL, key=KEY, max_expanded_bytes=1_000_000)
 
+    def test_more_than_64_bytes_out_of_one_are_a_bomb(self) -> None:
+        text = json.dumps(document())[:-1] + ',"x":[' + ",".join(["[]"] * 1_000_000) + "]}"
+        self.refuse(gzip.compress(text.encode()), "more than 1048576 bytes")
+
     def test_the_bound_itself_is_allowed(self) -> None:
         data = format_index(index())
         expanded = len(gzip.decompress(data))
@@ -310,11 +325,17 @@ class TestDamage:
             (setting("tensors", "kind", 0, to=99), "unknown kind"),
             (setting("tensors", "name", 1, to="model.weight"), "same name twice"),
             (setting("tensors", "sizes", 0, to=4), "model.weight.*outside the tensor"),
-            (setting("tensors", "dims", to=[1, 1, 2, 2, 1]), "damaged"),
+            (setting("tensors", "dims", to=[1, 1, 2, 2, 2]), "damaged"),
+            (setting("tensors", "dims", 0, to=513), "more than 512 dimensions"),
             (setting("tensors", "chunk_count", to=[2, 1, 2, 0, 0]), "outside the tensor"),
-            (setting("tensors", "chunk_count", 1, to=2**62), "0-dim"),
+            (setting("tensors", "sizes", 0, to=6), "model.weight.*do not cover it"),
+            (setting("tensors", "sizes", 0, to=2**60), "model.weight.*too many elements"),
+            (setting("kinds", 0, "dtype", to="double"), "dtype that has none"),
+            (setting("kinds", 0, "dtype", to="quint8"), "dtype that has none"),
+            (setting("tensors", "chunk_count", 1, to=2**62), "not as many as the tensors count"),
             (setting("chunks", "offsets", 2, to=4), "model.weight.*outside the tensor"),
             (setting("chunks", "offsets", 2, to=2**62), "model.weight.*outside the tensor"),
+            (setting("chunks", "offsets", 2, to=2), "model.weight.*overlap"),
             (setting("chunks", "sizes", 0, to=2), "does not fit dtype and shape"),
             (setting("chunks", "object", 0, to=2), "in no object"),
             (setting("chunks", "object", 0, to=-1), "in no object"),
@@ -335,11 +356,82 @@ class TestDamage:
         change(broken)
         self.refuse(packed(broken), match)
 
+    def test_counts_of_chunks_without_dimensions_ask_for_no_memory(self) -> None:
+        broken = document()
+        names = [f"t{number}" for number in range(400)]
+        broken["tensors"] = {"name": names, "sizes": []}
+        broken["tensors"] |= {"kind": [0] * 400, "dims": [0] * 400, "chunk_count": [2**40] * 400}
+        self.refuse(packed(broken), "not as many as the tensors count")
+
     def test_a_missing_checksum_is_damage(self) -> None:
         broken = document()
         whole = base64.b64decode(broken["chunks"]["crcs"])
         broken["chunks"]["crcs"] = base64.b64encode(whole[:-4]).decode()
         self.refuse(packed(broken), "counts add up")
+
+
+class TestRanges:
+    SIZES: ClassVar[dict[str, int]] = {OBJECTS[0]: 9777, OBJECTS[1]: 2**40 + 1033}
+
+    def test_what_ends_where_its_object_ends_is_inside(self) -> None:
+        check_ranges(index(), self.SIZES, url=URL)
+
+    @pytest.mark.parametrize(("key", "name"), [(OBJECTS[0], "sparse"), (OBJECTS[1], "model.weight")])
+    def test_a_byte_beyond_its_object_is_damage(self, key: str, name: str) -> None:
+        with pytest.raises(CheckpointDamagedError, match=f"'{name}' lies outside") as caught:
+            check_ranges(index(), self.SIZES | {key: self.SIZES[key] - 1}, url=URL)
+        assert (caught.value.url, caught.value.key) == (URL, key)
+
+    def test_a_value_beyond_its_object_is_damage(self) -> None:
+        blobs = {"some": BytesEntry(object=0, offset=9000, length_bytes=778, crcs=crcs(778))}
+        with pytest.raises(CheckpointDamagedError, match="'some' lies outside"):
+            check_ranges(index(blobs=blobs), self.SIZES, url=URL)
+
+    def test_an_object_that_the_manifest_lacks_is_damage(self) -> None:
+        with pytest.raises(CheckpointDamagedError, match="lies outside"):
+            check_ranges(index(), {OBJECTS[1]: 2**50}, url=URL)
+
+
+def count_of_each_element(shape: Box, boxes: list[tuple[Box, Box]]) -> set[int]:
+    """How often each element is covered, one by one."""
+    return {
+        sum(
+            all(at <= point < at + size for at, size, point in zip(*box, element, strict=True))
+            for box in boxes
+        )
+        for element in itertools.product(*map(range, shape))
+    }
+
+
+SPANS = st.integers(0, 3).flatmap(lambda start: st.integers(0, 3 - start).map(lambda size: (start, size)))
+BOXES = st.lists(SPANS, min_size=2, max_size=2).map(lambda spans: tuple(zip(*spans, strict=True)))
+
+
+class TestCoverage:
+    @given(st.lists(BOXES, max_size=5))
+    def test_it_is_what_counting_every_element_says(self, boxes: list[tuple[Box, Box]]) -> None:
+        problem = cover_problem((3, 3), [at for at, _ in boxes], [size for _, size in boxes])
+        assert (problem is None) == (count_of_each_element((3, 3), boxes) == {1})
+
+    @given(st.permutations([(0, 1), (1, 3), (4, 2)]), st.permutations([(0, 2), (2, 5)]), st.integers(0, 5))
+    def test_a_grid_covers_unless_one_box_is_moved(
+        self, rows: list[tuple[int, int]], columns: list[tuple[int, int]], moved: int
+    ) -> None:
+        grid = list(itertools.product(rows, columns))
+        offsets = [(row[0], column[0]) for row, column in grid]
+        sizes = [(row[1], column[1]) for row, column in grid]
+        assert cover_problem((6, 7), offsets, sizes) is None
+        offsets[moved] = (offsets[moved][0] + 1, offsets[moved][1])
+        assert cover_problem((6, 7), offsets, sizes) == "its chunks overlap"
+
+    def test_one_chunk_of_a_0_dim_tensor_is_one_and_two_are_too_many(self) -> None:
+        assert cover_problem((), [()], [()]) is None
+        assert cover_problem((), [(), ()], [(), ()]) == "its chunks overlap"
+        assert cover_problem((), [], []) == "its chunks do not cover it"
+
+    def test_a_tensor_without_elements_needs_no_chunk_and_bears_empty_ones(self) -> None:
+        assert cover_problem((0, 3), [], []) is None
+        assert cover_problem((0, 3), [(0, 0), (0, 1)], [(0, 1), (0, 2)]) is None
 
 
 class TestOtherFormats:

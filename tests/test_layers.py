@@ -16,7 +16,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Pure: errors, options, names.
     ("_version", "errors", "options", "log", "url", "keys", "fields"),
     # Pure: codecs and decisions.
-    ("checksum", "archive", "columns", "tagged", "manifest", "index", "retention"),
+    (
+        "checksum",
+        "archive",
+        "columns",
+        "tagged",
+        "coverage",
+        "entries",
+        "manifest",
+        "index",
+        "index_rules",
+        "retention",
+    ),
     # Where bytes live.
     ("store",),
     # How they are moved and checked.
