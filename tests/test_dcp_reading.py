@@ -218,7 +218,7 @@ def test_a_refused_object_leaves_the_tensors_as_they_were(tmp_path: Path) -> Non
     import fractions
 
     save({"a": torch.ones(3), "x": fractions.Fraction(1, 3)}, str(tmp_path / "ck"))
-    template = {"a": torch.zeros(3), "x": None}
+    template: dict[str, Any] = {"a": torch.zeros(3), "x": None}
     with pytest.raises(CheckpointException) as caught:
         load(template, str(tmp_path / "ck"))
     assert isinstance(failure(caught.value), UntrustedDataError)
@@ -237,7 +237,7 @@ def test_two_loads_in_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
     results: list[bool] = []
 
     def one_load() -> None:
-        state = {"a": torch.zeros(1000), "n": {"lr": 0.0}}
+        state: dict[str, Any] = {"a": torch.zeros(1000), "n": {"lr": 0.0}}
         dcp.load(state, storage_reader=RemoteStorageReader(tmp_path / "ck"), no_dist=True)
         results.append(torch.equal(state["a"], torch.arange(1000.0)) and state["n"] == {"lr": 0.5})
 

@@ -459,7 +459,7 @@ def test_async_save_by_thread_stores_the_values_of_the_call(url: str) -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        state = {"a": torch.ones(1000), "l": [1, 2]}
+        state: State = {"a": torch.ones(1000), "l": [1, 2]}
         future = dcp.async_save(state, storage_writer=RemoteStorageWriter(url))
         state["a"].add_(1)
         future.result()  # type: ignore[union-attr]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from golden_state import golden_state
 from test_dcp_single import assert_same, blank
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
@@ -17,8 +17,6 @@ from remote_ckpt.dcp.reader import RemoteStorageReader
 from remote_ckpt.manifest import format_manifest, parse_manifest
 
 GOLDEN = Path(__file__).parent / "golden"
-sys.path.insert(0, str(GOLDEN))
-from make import golden_state  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),

@@ -42,13 +42,13 @@ class CountingStore(MemoryStore):
         self.reads: list[tuple[str, int, int]] = []
         self.flips = 0
 
-    def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
+    def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> bytes:
         self.reads.append((key, offset_bytes, length_bytes))
         data = bytearray(super().read_range(key, offset_bytes, length_bytes))
         if self.flips:
             self.flips -= 1
             data[0] ^= 1
-        return data
+        return bytes(data)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Write the golden checkpoint of the present format. Run once per format version, never over an old one.
 
-python tests/golden/make.py tests/golden/1/checkpoint
+python tests/golden_state.py FOLDER    (then copy it to tests/golden/VERSION/checkpoint)
 """
 
 from __future__ import annotations
