@@ -8,6 +8,7 @@ failed for certain takes its own objects away; one whose outcome is unknown leav
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -34,7 +35,7 @@ from remote_ckpt.generation import (
 from remote_ckpt.keys import STOCK_METADATA_NAME, new_save_id
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
-from remote_ckpt.newest import Newest, Standing, look, named_keys, read_generation, read_newest
+from remote_ckpt.newest import Newest, Standing, look, look_at_top, named_keys, read_generation
 from remote_ckpt.options import Options
 from remote_ckpt.stock_metadata import publish_stock_metadata
 from remote_ckpt.store.base import DeleteFailure, ObjectInfo, Store
@@ -139,6 +140,7 @@ def commit_save(
     Raises:
         SaveFailedError: An object is missing or has another size, the deadline passed, or the store
             refused the manifest. Nothing was committed.
+        ConfigError: The manifest holds what the format cannot, or the store cannot create-only.
         CheckpointExistsError, CheckpointPinnedError, CheckpointChangedError: Another change of the
             checkpoint came first (see :func:`check_may_save`). This attempt is not the checkpoint.
         CommitUnknownError: It may be committed now or later. Nothing may be cleaned up.
@@ -201,16 +203,46 @@ def finish_replacement(
     return failures
 
 
-def withdraw(checkpoint: Store, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+def withdraw(checkpoint: Store, keys: Sequence[str], save_id: str | None = None) -> Sequence[DeleteFailure]:
     """Delete an attempt's own objects after a failure that :func:`is_not_committed` vouches for.
 
-    Objects that the newest generation names are kept whatever the caller believes.
+    Whatever the caller believes, nothing is deleted that the newest generation names, nor anything where
+    that generation is the attempt's own. It is looked for by listing and, as a listing may be stale, by
+    key above that.
+
+    Args:
+        keys: What the attempt may have written.
+        save_id: The attempt.
+
+    Returns:
+        What could not be deleted, or was not because nobody knows whether it is needed.
     """
     try:
-        newest = read_newest(checkpoint)
+        newest = _newest_by_key(checkpoint)
     except (StoreError, CheckpointError) as error:
         return [DeleteFailure(key, error) for key in keys]
+    if newest is not None and newest.is_live and newest.manifest.save_id == save_id:
+        return [DeleteFailure(key, _stands(checkpoint)) for key in keys]
     return delete_superseded(checkpoint, keys, newest)
+
+
+def _newest_by_key(checkpoint: Store) -> Newest | None:
+    standing = look_at_top(checkpoint)
+    if standing.damage is not None:
+        raise standing.damage
+    newest = None if standing.manifest is None else Newest(standing.generation, standing.manifest)
+    generation = standing.generation + 1
+    with suppress(ObjectNotFoundError):
+        while True:
+            newest = Newest(generation, read_generation(checkpoint, generation))
+            generation += 1
+    return newest
+
+
+def _stands(checkpoint: Store) -> CheckpointError:
+    return CheckpointExistsError(
+        "this save is committed: its objects stay", url=checkpoint.url, operation="withdraw"
+    )
 
 
 def _sizes_in(draft: Manifest) -> dict[str, int]:
@@ -277,7 +309,7 @@ def _create(
 
 def _check_not_late(checkpoint: Store, manifest: Manifest, options: Options, waiting: Waiting) -> None:
     top = highest_after(checkpoint, manifest.generation, options=options, waiting=waiting)
-    if top > manifest.generation and not _is_built_upon(checkpoint, manifest):
+    if top > manifest.generation and not _is_built_upon(checkpoint, manifest, top):
         raise CheckpointExistsError(
             f"this save created generation {manifest.generation} of the checkpoint too late to count: "
             f"generation {top} was there before",
@@ -286,13 +318,13 @@ def _check_not_late(checkpoint: Store, manifest: Manifest, options: Options, wai
         )
 
 
-def _is_built_upon(checkpoint: Store, manifest: Manifest) -> bool:
+def _is_built_upon(checkpoint: Store, manifest: Manifest, top: int) -> bool:
     """Whether the next generation knew this one, so that this one was the checkpoint for a while."""
     try:
         successor = read_generation(checkpoint, manifest.generation + 1)
-    except ObjectNotFoundError:
-        return False  # swept, as only generations are that were superseded long ago
     except (StoreError, CheckpointError) as error:
+        if isinstance(error, ObjectNotFoundError) and top > manifest.generation + 1:
+            return False  # swept, as only generations are that were superseded long ago
         raise CommitUnknownError(
             "the manifest was created, but a later one that may have come first cannot be read",
             url=checkpoint.url,

@@ -4,10 +4,14 @@ A create-only PUT has three outcomes. After a conflict, a time-out or a lost ans
 asked what stands there: our own bytes mean that we won, another's that we lost. Nothing there does
 not mean that we lost: the request may still be on its way (through a proxy, say) and land later.
 So the identical PUT is sent again until one of them is decided, or the deadline passes.
+
+Absence in a listing proves nothing here: listings may lag behind, or be wrong. A generation that was
+created and is not listed leaves the outcome open, so nothing is cleaned up.
 """
 
 from __future__ import annotations
 
+import enum
 import random
 import time
 from collections.abc import Callable
@@ -20,8 +24,12 @@ from remote_ckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
     CommitUnknownError,
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
     StorageFullError,
     StoreError,
+    StoreUnavailableError,
 )
 from remote_ckpt.keys import manifest_key
 from remote_ckpt.manifest import Manifest, format_manifest, parse_manifest
@@ -29,7 +37,8 @@ from remote_ckpt.newest import list_generations
 from remote_ckpt.options import Options
 from remote_ckpt.store.base import Store
 
-_REFUSALS = (AccessDeniedError, BucketNotFoundError, StorageFullError)
+_REFUSALS = (AccessDeniedError, BucketNotFoundError, StorageFullError, ConfigError)
+_OPEN_OUTCOMES = (StoreUnavailableError, ObjectExistsError, ObjectNotFoundError)
 _SHORTEST_WAIT_SECONDS = 0.02
 
 
@@ -61,6 +70,11 @@ class Patience:
         self._ends_at = waiting.monotonic() + options.commit.commit_seconds
         self._tries = 0
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed: a request that is begun now would only make it later."""
+        return self._waiting.monotonic() >= self._ends_at
+
     def wait(self) -> bool:
         """Wait before another try; returns false, at once, where the deadline would pass."""
         retry = self._options.retry
@@ -91,7 +105,8 @@ def create_generation(
         not_after: A PUT is not repeated after this time of the store's clock.
 
     Raises:
-        AccessDeniedError, BucketNotFoundError, StorageFullError: A clean refusal; nothing was created.
+        StoreError, ConfigError: A clean refusal (no right, no space, a request that the store does not
+            take), with nothing in doubt from a try before; nothing was created.
         CheckpointChangedError: Local only: the folder was taken away; nothing was created in the newer one.
         CommitUnknownError: Not decided before the deadline; it may exist now or later.
     """
@@ -103,16 +118,18 @@ def create_generation(
         try:
             checkpoint.create(key, data)
             return True
-        except StoreError as error:
+        except (StoreError, ConfigError) as error:
             cause = error
-        verdict = _read_back(checkpoint, key, data, save_id)
-        if verdict is not None:
-            return verdict
+        found = _Found.UNKNOWN if patience.is_over else _read_back(checkpoint, key, data, save_id)
+        if found in (_Found.OURS, _Found.ANOTHERS):
+            return found is _Found.OURS
+        if _is_refusal(cause, found) and not is_in_doubt:
+            raise cause
+        is_in_doubt = is_in_doubt or not _is_refusal(cause, found)
+        if patience.is_over:
+            raise _unknown(checkpoint, key) from cause
         if _is_gone(checkpoint):
             raise _changed(checkpoint) from cause
-        if isinstance(cause, _REFUSALS) and not is_in_doubt:
-            raise cause
-        is_in_doubt = is_in_doubt or not isinstance(cause, _REFUSALS)
         if not patience.wait() or _is_past(checkpoint, not_after):
             raise _unknown(checkpoint, key) from cause
 
@@ -126,31 +143,55 @@ def highest_after(
 ) -> int:
     """List again after creating ``generation``, and return the highest one: a higher one came first.
 
+    A listing without the generation that was just created is stale or wrong, so it is asked for again.
+
     Raises:
-        CheckpointChangedError: The generation, or on a local disk its folder, is gone.
-        CommitUnknownError: The listing failed until the deadline.
+        CheckpointChangedError: Local only: the folder was taken away.
+        CommitUnknownError: No listing showed the generation until the deadline; it may well be there.
     """
     patience = Patience(options, waiting)
     while True:
+        cause: StoreError | None = None
         try:
             generations = list_generations(checkpoint.list_children("").objects)
-            is_current = checkpoint.is_current()
-            break
+            if not checkpoint.is_current():
+                raise _changed(checkpoint)
         except StoreError as error:
-            if not patience.wait():
-                raise _unknown(checkpoint, manifest_key(generation)) from error
-    if not is_current or not generations or generations[-1] < generation:
-        raise _changed(checkpoint)
-    return generations[-1]
+            cause = error
+        else:
+            if generations and generations[-1] >= generation:
+                return generations[-1]
+        if not patience.wait():
+            raise _unknown(checkpoint, manifest_key(generation)) from cause
 
 
-def _read_back(checkpoint: Store, key: str, data: bytes, save_id: str | None) -> bool | None:
-    """Return whether what stands at ``key`` is ours; None where nothing does, or nobody can tell."""
+class _Found(enum.Enum):
+    OURS = enum.auto()
+    ANOTHERS = enum.auto()
+    NOTHING = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def _read_back(checkpoint: Store, key: str, data: bytes, save_id: str | None) -> _Found:
+    """Find out what stands at ``key``: an object read by its key says more than any listing."""
     try:
         found = checkpoint.read(key)
-    except StoreError:
-        return None
-    return found == data or (save_id is not None and _save_id_of(found, checkpoint.url, key) == save_id)
+    except ObjectNotFoundError:
+        return _Found.NOTHING
+    except (StoreError, ConfigError):
+        return _Found.UNKNOWN
+    is_ours = found == data or (save_id is not None and _save_id_of(found, checkpoint.url, key) == save_id)
+    return _Found.OURS if is_ours else _Found.ANOTHERS
+
+
+def _is_refusal(cause: StoreError | ConfigError, found: _Found) -> bool:
+    """Whether the store said for certain that it did not, and will not, create the object.
+
+    An error that we know no better than "failed" counts only with a clean answer that nothing is there.
+    """
+    if isinstance(cause, _REFUSALS):
+        return True
+    return found is _Found.NOTHING and not isinstance(cause, _OPEN_OUTCOMES)
 
 
 def _save_id_of(data: bytes, url: str, key: str) -> str | None:

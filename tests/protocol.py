@@ -23,7 +23,7 @@ from remote_ckpt.keys import data_key, index_key, new_token, stock_metadata_key
 from remote_ckpt.manifest import Manifest, ObjectEntry
 from remote_ckpt.newest import named_keys, read_newest
 from remote_ckpt.options import CommitOptions, Options
-from remote_ckpt.store.base import Store
+from remote_ckpt.store.base import Listing, ObjectInfo, Store
 from remote_ckpt.testing.faults import FaultStore, StoreCall
 from remote_ckpt.url import parse_step
 
@@ -110,6 +110,7 @@ def save(
     """Save like the DCP writer: open, upload, commit, finish; withdraw after a definite failure."""
     checkpoint = open_for_save(root, name, overwrite=overwrite)
     written: list[str] = []
+    done: Upload | None = None
     try:
         done = upload(checkpoint, payload, name=name, written=written)
         manifest = commit_save(
@@ -123,7 +124,7 @@ def save(
         )
     except Exception as error:
         if is_not_committed(error):
-            withdraw(checkpoint, written)
+            withdraw(checkpoint, written, None if done is None else done.attempt.save_id)
         raise
     finish_replacement(checkpoint, manifest, done.stock)
     checkpoint.close()
@@ -221,6 +222,25 @@ def once(operation: str, act: Callable[[], object]) -> Hook:
             pending.pop()()
 
     return at_call
+
+
+def stale_after_create(
+    inner: Store, listed: Callable[[ObjectInfo], bool], *, times: int = 1000
+) -> FaultStore:
+    """A store whose listings, once a manifest was created, show only some objects, for so many times."""
+    left: list[int] = []
+
+    def after(call: StoreCall, result: Any) -> Any:
+        if call.operation == "create":
+            left.extend(range(times))
+        if not left or call.operation not in ("list", "list_children"):
+            return result
+        left.pop()
+        if isinstance(result, Listing):
+            return Listing(tuple(filter(listed, result.objects)), ())
+        return list(filter(listed, result))
+
+    return FaultStore(inner, after=after)
 
 
 def answers(

@@ -24,6 +24,7 @@ from protocol import (
     once,
     save,
     scripted,
+    stale_after_create,
     upload,
 )
 
@@ -48,16 +49,19 @@ from remote_ckpt.errors import (
     CommitUnknownError,
     FormatError,
     ObjectExistsError,
+    ObjectNotFoundError,
     RemoteCkptError,
     SaveFailedError,
     StorageFullError,
     StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnsupportedStoreError,
 )
+from remote_ckpt.generation import create_generation
 from remote_ckpt.manifest import format_manifest, manifest_key
 from remote_ckpt.newest import named_keys, read_newest
-from remote_ckpt.store.base import DeleteFailure, Store
+from remote_ckpt.store.base import DeleteFailure, ObjectInfo, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.wrappers import DelegatingStore
@@ -322,6 +326,111 @@ class TestOutcomeOfTheCommit:
         with pytest.raises(CommitUnknownError):
             save(scripted(root, _after_create(answers("list_children", errors, key=""))), b"one")
         assert load(root) == b"one"
+
+    @pytest.mark.parametrize("error", [StoreError("400"), UnsupportedStoreError("501")])
+    def test_a_request_that_the_store_does_not_take_is_refused_at_once_and_leaves_nothing(
+        self, root: Store, error: RemoteCkptError
+    ) -> None:
+        time = FakeTime()
+        with pytest.raises((SaveFailedError, UnsupportedStoreError), match=str(error)):
+            save(scripted(root, answers("create", {0: error})), b"one", waiting=time.waiting)
+        assert time.sleeps == []
+        assert keys_of(root) == set()
+
+    @pytest.mark.parametrize("error", [StoreError("400"), UnsupportedStoreError("501")])
+    def test_such_a_refusal_while_an_earlier_try_is_in_doubt_is_no_proof(
+        self, root: Store, error: RemoteCkptError
+    ) -> None:
+        errors: dict[int, BaseException] = dict.fromkeys(range(1, 1000), error)
+        with pytest.raises(CommitUnknownError):
+            save(scripted(root, answers("create", {0: StoreTimeoutError("lost"), **errors})), b"one")
+        assert len(keys_of(root)) == 4
+
+    def test_an_unclear_failure_that_cannot_be_read_back_is_no_refusal(self, root: Store) -> None:
+        """The PUT landed, its answer made no sense, and the object cannot be read just now."""
+        unclear = answers("create", {0: StoreError("no status")}, is_after=True)
+        unread = answers("read", {0: StoreUnavailableError("503")})
+        assert save(scripted(scripted(root, unclear), unread), b"one").generation == 1
+        assert load(root) == b"one"
+
+    def test_h06_nothing_is_asked_any_more_once_the_deadline_has_passed(self, memory: Store) -> None:
+        """A server that never answers: every request lasts until its own time-out."""
+        time = FakeTime()
+        checkpoint = scope(memory)
+        done = upload(checkpoint, b"one")
+
+        def hang(operation: str, key: str) -> None:
+            time.now += 45.0
+            raise StoreTimeoutError("no answer")
+
+        silent = scripted(checkpoint, Script(before=hang))
+        with pytest.raises(CommitUnknownError):
+            create_generation(silent, done.draft, is_save=True, options=OPTIONS, waiting=time.waiting)
+        assert [call.operation for call in silent.calls] == ["create", "read"]
+
+
+class TestStaleListings:
+    """A listing that lags behind or is wrong must not cost what was just committed."""
+
+    LISTED: ClassVar[dict[str, Callable[[ObjectInfo], bool]]] = {
+        "nothing": lambda info: False,
+        "all but the new manifest": lambda info: info.key != manifest_key(2),
+    }
+
+    @pytest.mark.parametrize("listed", LISTED)
+    def test_one_that_catches_up_is_waited_for(self, root: Store, listed: str) -> None:
+        save(root, b"old")
+        time = FakeTime()
+        store = stale_after_create(root, self.LISTED[listed], times=3)
+        manifest = save(store, b"new", overwrite=True, waiting=time.waiting)
+        assert (manifest.generation, len(time.sleeps)) == (2, 3)
+        assert load(root) == b"new"
+        assert keys_of(root) == expected_keys(manifest)
+
+    @pytest.mark.parametrize("listed", LISTED)
+    def test_one_that_stays_wrong_leaves_the_outcome_unknown_and_everything_there(
+        self, root: Store, listed: str
+    ) -> None:
+        old = save(root, b"old")
+        with pytest.raises(CommitUnknownError) as caught:
+            save(stale_after_create(root, self.LISTED[listed]), b"new", overwrite=True)
+        assert not is_not_committed(caught.value)
+        assert load(root) == b"new"
+        assert named_keys(old) <= keys_of(root)
+
+    @pytest.mark.parametrize("listed", LISTED)
+    @pytest.mark.parametrize("knows_itself", [True, False])
+    def test_withdraw_finds_by_key_what_is_not_listed(
+        self, memory: Store, listed: str, knows_itself: bool
+    ) -> None:
+        first = save(memory, b"one")
+        manifest = first if listed == "nothing" else save(memory, b"two", overwrite=True)
+        stale = stale_after_create(memory, self.LISTED[listed])
+        stale.create("other", b"x")
+        keys = sorted(named_keys(manifest))
+        failures = withdraw(stale.scope("10"), keys, manifest.save_id if knows_itself else None)
+        assert [failure.key for failure in failures] == (keys if knows_itself else [])
+        assert named_keys(manifest) <= keys_of(memory)
+
+    def test_a_pin_that_is_not_listed_is_unknown(self, memory: Store) -> None:
+        save(memory, b"one")
+        stale = stale_after_create(memory, self.LISTED["all but the new manifest"])
+        with pytest.raises(CommitUnknownError):
+            set_pinned(stale.scope("10"), True, options=OPTIONS, waiting=FakeTime().waiting)
+
+    def test_a_tombstone_that_is_not_listed_removes_nothing_yet(self, memory: Store) -> None:
+        manifest = save(memory, b"one")
+        stale = stale_after_create(memory, self.LISTED["all but the new manifest"])
+        with pytest.raises(CommitUnknownError):
+            delete_checkpoint(stale.scope("10"), options=OPTIONS, waiting=FakeTime().waiting)
+        assert named_keys(manifest) <= keys_of(memory)
+
+    def test_a_successor_that_is_listed_but_not_found_leaves_the_outcome_unknown(self, memory: Store) -> None:
+        store = _after_first_create(memory, lambda: set_pinned(scope(memory), True))
+        absent = answers("read", {0: ObjectNotFoundError("404")}, key=manifest_key(2))
+        with pytest.raises(CommitUnknownError):
+            save(scripted(store, absent), b"one")
+        assert load(memory) == b"one"
 
 
 class TestHigherGenerationAfterCreating:
