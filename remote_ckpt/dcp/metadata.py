@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from remote_ckpt.coverage import cover_problem
 from remote_ckpt.dcp.objects import StoredItem
 from remote_ckpt.dcp.payload import dtype_name, dtype_of
 from remote_ckpt.errors import FormatError, SaveFailedError
@@ -54,7 +55,8 @@ def build_index(
     """Make the index of a save from the planner's metadata and what the ranks wrote.
 
     Raises:
-        SaveFailedError: A chunk of the plan was written by no rank.
+        SaveFailedError: A chunk of the plan was written by no rank, or as another dtype than the plan's;
+            or the chunks of a tensor do not cover it once.
     """
     positions = {key: position for position, key in enumerate(objects)}
     tensors: dict[str, TensorEntry] = {}
@@ -93,18 +95,36 @@ def _tensor_entry(
     url: str,
 ) -> TensorEntry:
     properties = entry.properties
+    dtype = dtype_name(properties.dtype)
+    items = [_stored(stored, (fqn, tuple(chunk.offsets)), url) for chunk in entry.chunks]
+    _check_tensor(fqn, entry, dtype, items, url)
     return TensorEntry(
-        dtype=dtype_name(properties.dtype),
+        dtype=dtype,
         sizes=tuple(entry.size),
         requires_grad=properties.requires_grad,
         layout=str(properties.layout).removeprefix("torch."),
         memory_format=str(properties.memory_format).removeprefix("torch."),
         pin_memory=properties.pin_memory,
         chunks=[
-            _chunk_entry(chunk, _stored(stored, (fqn, tuple(chunk.offsets)), url), positions)
-            for chunk in entry.chunks
+            _chunk_entry(chunk, item, positions) for chunk, item in zip(entry.chunks, items, strict=True)
         ],
     )
+
+
+def _check_tensor(
+    fqn: str, entry: TensorStorageMetadata, dtype: str, items: Sequence[StoredItem], url: str
+) -> None:
+    others = {item.dtype for item in items} - {dtype, ""}
+    if others:
+        raise SaveFailedError(f"{fqn} is planned as {dtype}, but ranks hold {', '.join(others)}", url=url)
+    offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
+    sizes = [tuple(chunk.sizes) for chunk in entry.chunks]
+    if problem := cover_problem(tuple(entry.size), offsets, sizes):
+        raise SaveFailedError(
+            f"{fqn} of shape {list(entry.size)} cannot be saved: {problem}. All ranks that hold a part of it "
+            "must take part in the save, each part under its own offsets",
+            url=url,
+        )
 
 
 def _chunk_entry(chunk: ChunkStorageMetadata, item: StoredItem, positions: Mapping[str, int]) -> ChunkEntry:

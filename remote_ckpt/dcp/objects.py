@@ -7,19 +7,16 @@ offsets that ``.metadata`` names. Archives of plain tensors are framed around th
 
 from __future__ import annotations
 
-import io
+import heapq
 import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
-from remote_ckpt.archive import SUPPORTED_DTYPES, TensorFrame, frame_tensor
 from remote_ckpt.checksum import combine_crc32c, crc32c
-from remote_ckpt.dcp.payload import dtype_name, is_plain, payload_windows
-from remote_ckpt.errors import SaveFailedError
+from remote_ckpt.dcp.values import PlanValues, PreparedItem
 from remote_ckpt.manifest import ObjectEntry
 from remote_ckpt.options import MiB, TransferOptions
 from remote_ckpt.store.base import Buffer
@@ -43,6 +40,7 @@ class StoredItem:
         payload_offset: First byte of the raw elements in the object; -1 where ``torch.save`` wrote them.
         payload_bytes: Length of what ``crcs`` cover: the payload, or the whole archive.
         crcs: CRC-32C of each block, little-endian uint32.
+        dtype: Name of the raw elements' dtype; empty where ``torch.save`` wrote them.
         unsafe_globals: Classes that loading this item will ask trust for.
     """
 
@@ -52,24 +50,8 @@ class StoredItem:
     payload_offset: int
     payload_bytes: int
     crcs: bytes
+    dtype: str = ""
     unsafe_globals: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedItem:
-    """A write item with its exact size: framed around a tensor's memory, or serialised already."""
-
-    item: WriteItem
-    frame: TensorFrame | None
-    archive: memoryview | None
-    unsafe_globals: tuple[str, ...] = ()
-
-    @property
-    def size_bytes(self) -> int:
-        if self.frame is not None:
-            return self.frame.total_bytes
-        assert self.archive is not None  # one of the two, by construction
-        return len(self.archive)
 
 
 class BlockCrc:
@@ -82,8 +64,9 @@ class BlockCrc:
         self.crcs: list[int] = []
         self.lengths: list[int] = []
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: Buffer) -> None:
         """Take the next bytes."""
+        data = memoryview(data)
         start = 0
         while start < len(data):
             end = min(len(data), start + self._block_bytes - self._filled)
@@ -105,48 +88,31 @@ class BlockCrc:
         return struct.pack(f"<{len(self.crcs)}I", *self.crcs)
 
 
-def prepare_item(item: WriteItem, planner: SavePlanner) -> PreparedItem:
-    """Find out how an item is stored and how long its archive is.
-
-    A plain tensor is looked at and let go again: its bytes are resolved when they are sent, so that
-    a planner which converts holds one tensor at a time.
-    """
-    from remote_ckpt.dcp.pickles import unsafe_globals
-
-    value = planner.resolve_data(item)
-    if item.type == WriteItemType.BYTE_IO:
-        assert isinstance(value, io.BytesIO)  # SavePlanner's contract for BYTE_IO
-        return PreparedItem(item, None, value.getbuffer(), tuple(unsafe_globals(value)))
-    assert isinstance(value, torch.Tensor)  # SavePlanner's contract for tensors
-    if value.device.type == "meta":
-        raise SaveFailedError(f"{item.index.fqn} is on the meta device: it has no values to save")
-    name = dtype_name(value.dtype)
-    if is_plain(value) and name in SUPPORTED_DTYPES:
-        payload_bytes = math.prod(value.shape) * SUPPORTED_DTYPES[name]
-        return PreparedItem(item, frame_tensor(name, tuple(value.shape), payload_bytes), None)
-    stream = io.BytesIO()
-    torch.save(value.detach().cpu(), stream)
-    return PreparedItem(item, None, stream.getbuffer(), tuple(unsafe_globals(stream)))
-
-
-def plan_objects(sizes: Sequence[int], *, max_object_bytes: int) -> list[list[int]]:
+def plan_objects(
+    sizes: Sequence[int], *, max_object_bytes: int, max_streams: int = MAX_STREAMS
+) -> list[list[int]]:
     """Spread items over objects: few, of similar size, none above ``max_object_bytes`` unless one item is.
+
+    Args:
+        sizes: Bytes of each item.
+        max_object_bytes: Size from which another object is begun.
+        max_streams: Most objects, where size does not demand more.
 
     Returns:
         For each object the positions of its items, in the order of the plan.
     """
     total_bytes = sum(sizes)
-    count = max(1, min(MAX_STREAMS, total_bytes // STREAM_BYTES), math.ceil(total_bytes / max_object_bytes))
+    count = max(1, min(max_streams, total_bytes // STREAM_BYTES), math.ceil(total_bytes / max_object_bytes))
     groups: list[list[int]] = [[] for _ in range(count)]
-    filled = [0] * count
+    by_filling = [(0, number) for number in range(count)]  # a heap: there may be as many objects as items
     for position in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
-        lightest = min(range(len(groups)), key=filled.__getitem__)
-        if filled[lightest] and filled[lightest] + sizes[position] > max_object_bytes:
-            groups.append([])
-            filled.append(0)
-            lightest = len(groups) - 1
-        groups[lightest].append(position)
-        filled[lightest] += sizes[position]
+        filled_bytes, lightest = by_filling[0]
+        if filled_bytes and filled_bytes + sizes[position] > max_object_bytes:
+            groups.append([position])
+            heapq.heappush(by_filling, (sizes[position], len(groups) - 1))
+        else:
+            groups[lightest].append(position)
+            heapq.heapreplace(by_filling, (filled_bytes + sizes[position], lightest))
     return [sorted(group) for group in groups if group]
 
 
@@ -157,13 +123,13 @@ class DataObject:
     Args:
         key: Relative to the checkpoint.
         items: What it holds, in order.
-        planner: Resolves tensors when their bytes are due.
+        values: Gives their bytes when they are due.
         transfer: ``block_bytes`` and ``part_bytes`` are used.
     """
 
     key: str
     items: Sequence[PreparedItem]
-    planner: SavePlanner
+    values: PlanValues
     transfer: TransferOptions
     offsets: list[int] = field(init=False)
     size_bytes: int = field(init=False)
@@ -177,7 +143,12 @@ class DataObject:
             start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
             self.offsets.append(start)
             end = start + item.size_bytes
-        self.size_bytes = end
+        self.size_bytes = max(end, 1)  # no object is empty: some stores cannot hold one
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it must be written while no other object of this rank is."""
+        return any(item.is_staged for item in self.items)
 
     def chunks(self) -> Iterator[Buffer]:
         """Yield the object's bytes from the beginning, computing the checksums anew."""
@@ -186,14 +157,12 @@ class DataObject:
         end = 0
         for item, start in zip(self.items, self.offsets, strict=True):
             yield from self._plain(bytes(start - end))
-            if item.frame is None:
-                assert item.archive is not None
-                yield from self._checked(iter((item.archive,)), len(item.archive))
-            else:
-                yield from self._plain(item.frame.head)
-                yield from self._checked(self._payload(item), item.frame.payload_bytes)
-                yield from self._plain(item.frame.tail)
+            frame = item.frame
+            yield from self._plain(b"" if frame is None else frame.head)
+            yield from self._checked(self.values.windows(item), _checked_bytes(item))
+            yield from self._plain(b"" if frame is None else frame.tail)
             end = start + item.size_bytes
+        yield from self._plain(bytes(self.size_bytes - end))
 
     def entry(self) -> ObjectEntry:
         """The object's line in the manifest; valid after the bytes were read."""
@@ -210,8 +179,9 @@ class DataObject:
                     archive_offset=start,
                     archive_bytes=item.size_bytes,
                     payload_offset=-1 if frame is None else start + len(frame.head),
-                    payload_bytes=item.size_bytes if frame is None else frame.payload_bytes,
+                    payload_bytes=_checked_bytes(item),
                     crcs=crcs,
+                    dtype=item.dtype,
                     unsafe_globals=item.unsafe_globals,
                 ),
             )
@@ -221,15 +191,7 @@ class DataObject:
             self._crc = crc32c(data, self._crc)
             yield data
 
-    def _payload(self, item: PreparedItem) -> Iterator[memoryview]:
-        value = self.planner.resolve_data(item.item)
-        assert isinstance(value, torch.Tensor)  # SavePlanner's contract for tensors
-        assert item.frame is not None
-        if value.numel() * value.element_size() != item.frame.payload_bytes:
-            raise SaveFailedError(f"{item.item.index.fqn} changed its size while it was saved")
-        return payload_windows(value, window_bytes=self.transfer.part_bytes)
-
-    def _checked(self, windows: Iterator[memoryview], total_bytes: int) -> Iterator[memoryview]:
+    def _checked(self, windows: Iterator[Buffer], total_bytes: int) -> Iterator[Buffer]:
         """Pass bytes on, keeping their block checksums and the object's own."""
         blocks = BlockCrc(self.transfer.block_bytes)
         is_small = total_bytes < self.transfer.block_bytes
@@ -243,3 +205,7 @@ class DataObject:
             for crc, length in zip(blocks.crcs, blocks.lengths, strict=True):
                 self._crc = combine_crc32c(self._crc, crc, length)
         self._block_crcs.append(blocks.packed())
+
+
+def _checked_bytes(item: PreparedItem) -> int:
+    return item.size_bytes if item.frame is None else item.frame.payload_bytes

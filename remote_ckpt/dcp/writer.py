@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -27,8 +28,9 @@ import remote_ckpt.commit as protocol
 from remote_ckpt._version import __version__
 from remote_ckpt.checksum import crc32c
 from remote_ckpt.dcp.metadata import ItemKey, build_index, content_digest, item_key, stock_metadata
-from remote_ckpt.dcp.objects import DataObject, StoredItem, plan_objects, prepare_item
+from remote_ckpt.dcp.objects import MAX_STREAMS, DataObject, StoredItem, plan_objects
 from remote_ckpt.dcp.paths import CheckpointPath, resolve_checkpoint_id
+from remote_ckpt.dcp.values import PlanValues, PreparedItem
 from remote_ckpt.errors import (
     ConfigError,
     RemoteCkptError,
@@ -54,11 +56,13 @@ class RankReport:
         objects: Data objects that are complete.
         attempted: Keys that may exist, complete ones included; deleted if the save fails.
         error: Why this rank failed; None if it did not.
+        rank_name: Names the rank that failed.
     """
 
     objects: tuple[ObjectEntry, ...]
     attempted: tuple[str, ...]
     error: RemoteCkptError | None = None
+    rank_name: str = ""
 
 
 class RemoteStorageWriter(StorageWriter):
@@ -226,31 +230,40 @@ class RemoteStorageWriter(StorageWriter):
     # --- writing ---------------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        attempted: list[str] = []
+        keys: list[str] = []
         try:
             objects = self._data_objects(plan, planner)
-            uploads = [ObjectUpload(one.key, one.size_bytes, one.chunks) for one in objects]
-            attempted, error = upload_objects(self._open(), uploads, options=self._options.transfer)
-            if error is not None:
-                raise error
+            keys = [one.key for one in objects]
+            self._upload(objects)
         except Exception as error:
-            self._withdraw(attempted)
-            return [_report(RankReport((), tuple(attempted), self._as_ours(error)))]
-        return [
-            *_results(objects),
-            _report(RankReport(tuple(one.entry() for one in objects), tuple(attempted))),
-        ]
+            self._withdraw(keys)
+            return [_report(RankReport((), tuple(keys), self._as_ours(error), self._rank_name))]
+        except (KeyboardInterrupt, SystemExit):  # these end this process: nobody will report its keys
+            self._withdraw(keys)
+            raise
+        return [*_results(objects), _report(RankReport(tuple(one.entry() for one in objects), tuple(keys)))]
 
     def _data_objects(self, plan: SavePlan, planner: SavePlanner) -> list[DataObject]:
         transfer = self._options.transfer
-        items = [prepare_item(item, planner) for item in plan.items]
+        values = PlanValues(planner, window_bytes=transfer.part_bytes)
+        items = [values.prepare(item) for item in plan.items]
         _warn_of_trust(items, self.url)
-        groups = plan_objects([item.size_bytes for item in items], max_object_bytes=transfer.max_object_bytes)
+        groups = _group(items, transfer.max_object_bytes)
         token = new_token()
         return [
-            DataObject(f"{token}/{number}.distcp", [items[one] for one in group], planner, transfer)
+            DataObject(f"{token}/{number}.distcp", group, values, transfer)
             for number, group in enumerate(groups)
         ]
+
+    def _upload(self, objects: Sequence[DataObject]) -> None:
+        """Write what needs no staging side by side, then the rest one object at a time."""
+        batches = [[one for one in objects if not one.is_staged]]
+        batches += [[one] for one in objects if one.is_staged]
+        for batch in batches:
+            uploads = [ObjectUpload(one.key, one.size_bytes, one.chunks) for one in batch]
+            _, error = upload_objects(self._open(), uploads, options=self._options.transfer)
+            if error is not None:
+                raise error
 
     def _as_ours(self, error: Exception) -> RemoteCkptError:
         """The error as one of ours that names this rank; others may not even pickle."""
@@ -258,8 +271,15 @@ class RemoteStorageWriter(StorageWriter):
             error.rank = self._rank
             return error
         return SaveFailedError(
-            f"rank {self._rank} failed: {type(error).__name__}: {error}", url=self.url, rank=self._rank
+            f"{self._rank_name} failed: {type(error).__name__}: {error}", url=self.url, rank=self._rank
         )
+
+    @property
+    def _rank_name(self) -> str:
+        """Torch counts ranks within the save's group; logs of a job count them all."""
+        is_distributed = dist.is_available() and dist.is_initialized()
+        all_over = dist.get_rank() if is_distributed else self._rank
+        return f"rank {self._rank}" + (f" (global rank {all_over})" if all_over != self._rank else "")
 
     # --- committing ------------------------------------------------------------------------------
 
@@ -359,6 +379,15 @@ class RemoteStorageWriter(StorageWriter):
         self._checkpoint = self._root = None
 
 
+def _group(items: Sequence[PreparedItem], max_object_bytes: int) -> Iterator[list[PreparedItem]]:
+    """Spread items over objects; what is staged is kept apart, in as few objects as size allows."""
+    for is_staged, max_streams in ((False, MAX_STREAMS), (True, 1)):
+        chosen = [item for item in items if item.is_staged == is_staged]
+        sizes = [item.size_bytes for item in chosen]
+        for group in plan_objects(sizes, max_object_bytes=max_object_bytes, max_streams=max_streams):
+            yield [chosen[one] for one in group]
+
+
 def _report(report: RankReport) -> WriteResult:
     return WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=report)
 
@@ -383,13 +412,15 @@ def _stored_items(results: Sequence[Sequence[WriteResult]]) -> dict[ItemKey, Sto
 
 
 def _raise_failures(reports: Sequence[RankReport], url: str) -> None:
-    errors = [report.error for report in reports if report.error is not None]
-    if not errors:
+    failed = [report for report in reports if report.error is not None]
+    if not failed:
         return
-    first = errors[0]
-    others = f" (and {len(errors) - 1} more ranks failed)" if len(errors) > 1 else ""
+    first = failed[0].error
+    assert first is not None  # that is what makes it one of them
+    others = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
     raise SaveFailedError(
-        f"save failed on rank {first.rank}, nothing was committed: {type(first).__name__}: {first}{others}",
+        f"save failed on {failed[0].rank_name}, nothing was committed: "
+        f"{type(first).__name__}: {first}{others}",
         url=url,
         key=first.key,
         rank=first.rank,
@@ -397,7 +428,7 @@ def _raise_failures(reports: Sequence[RankReport], url: str) -> None:
     ) from first
 
 
-def _warn_of_trust(items: Sequence[Any], url: str) -> None:
+def _warn_of_trust(items: Sequence[PreparedItem], url: str) -> None:
     for item in items:
         if item.unsafe_globals:
             logger.warning(
