@@ -6,7 +6,8 @@ It names the exact keys that it makes superfluous; whoever comes next after a cr
 A tombstone stays: it keeps the number taken, so nothing slow can hit a newer life of the name. On a
 local disk the whole folder is moved aside and emptied instead. That would take along a generation
 created in the last moment, so a tombstone there *closes* its folder: nobody builds on it, and the
-next save first finishes the removal and then begins in a new folder.
+next save first finishes the removal and then begins in a new folder. Where a save seems to be in
+progress in the folder, or files that are not ours lie there, the tombstone does not close it.
 
 Stock DCP checkpoints and plain ones have no manifest and get no tombstone: ``.metadata`` goes first
 and then the files that belong to the checkpoint. Files that we do not recognise are never deleted.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 from remote_ckpt._version import __version__
 from remote_ckpt.errors import (
@@ -23,6 +25,7 @@ from remote_ckpt.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
     ObjectNotFoundError,
+    StorageFullError,
     StoreError,
 )
 from remote_ckpt.generation import (
@@ -33,12 +36,12 @@ from remote_ckpt.generation import (
     create_generation,
     highest_after,
 )
-from remote_ckpt.keys import STOCK_METADATA_NAME, new_save_id, own_key
+from remote_ckpt.keys import STOCK_METADATA_NAME, is_token, new_save_id, own_key
 from remote_ckpt.manifest import Manifest
-from remote_ckpt.newest import Newest, Standing, list_generations, look, named_keys, read_newest, stock_keys
+from remote_ckpt.newest import Newest, Standing, look, named_keys, read_newest, stock_keys
 from remote_ckpt.options import Options
 from remote_ckpt.stock_metadata import publish_stock_metadata
-from remote_ckpt.store.base import DeleteFailure, ObjectInfo, Store
+from remote_ckpt.store.base import DeleteFailure, Store
 from remote_ckpt.url import parse_step
 
 CLOSES_FOLDER = "closes_folder"
@@ -51,6 +54,8 @@ def delete_checkpoint(
     checkpoint: Store,
     *,
     if_generation: int | None = None,
+    if_save_id: str | None = None,
+    if_idle: bool = False,
     options: Options = DEFAULT_OPTIONS,
     waiting: Waiting = REAL_TIME,
 ) -> None:
@@ -58,11 +63,15 @@ def delete_checkpoint(
 
     Args:
         if_generation: Delete only if this still is the newest generation: what a plan was made from.
+        if_save_id: Delete only if the name still has this life (:attr:`.newest.Standing.save_id`): on a local
+            disk a name that was deleted and saved again begins with generation 1 again.
+        if_idle: Delete only if no save seems to be in progress here: no object of one that is not named by a
+            generation is younger than ``options.commit.grace_seconds``.
 
     Raises:
         CheckpointNotFoundError: Nothing that we recognise stands here.
         CheckpointPinnedError: It is pinned.
-        CheckpointChangedError: It is not the planned generation, or was saved anew meanwhile.
+        CheckpointChangedError: It is not what was planned, was saved anew meanwhile, or is not idle.
         CommitUnknownError: Whether it is deleted could not be found out; nothing was removed.
         StoreError: The store failed. If it names keys, the checkpoint is gone for every reader, and
             another call removes what is left.
@@ -71,23 +80,31 @@ def delete_checkpoint(
     while True:
         standing = look(checkpoint)
         if standing.manifest is not None and not standing.is_live:
-            return finish_deletion(checkpoint, standing.manifest)
-        _check_may_delete(checkpoint, standing, if_generation)
+            return finish_deletion(checkpoint, standing.manifest, options=options)
+        _check_may_delete(checkpoint, standing, if_generation, if_save_id)
+        if if_idle and _is_busy(checkpoint, standing, options):
+            raise _changed(checkpoint, "a save of it seems to be in progress")
         if not standing.generation:
-            return _delete_stock(checkpoint, standing)
-        tombstone = _tombstone(checkpoint, standing)
-        if create_generation(checkpoint, tombstone, options=options, waiting=waiting):
+            return _delete_stock(checkpoint, standing, options)
+        try:
+            tombstone = _tombstone(checkpoint, standing, options)
+            is_ours = create_generation(checkpoint, tombstone, options=options, waiting=waiting)
+        except StorageFullError:
+            if _remove_without_tombstone(checkpoint, standing, options):
+                return
+            raise
+        if is_ours:
             break
         if not patience.wait():
             raise _changed(checkpoint, "others kept changing the checkpoint")
     _check_not_late(checkpoint, tombstone, options, waiting)
-    finish_deletion(checkpoint, tombstone)
+    finish_deletion(checkpoint, tombstone, options=options)
 
 
-def finish_deletion(checkpoint: Store, tombstone: Manifest) -> None:
+def finish_deletion(checkpoint: Store, tombstone: Manifest, *, options: Options = DEFAULT_OPTIONS) -> None:
     """Remove what a tombstone names, and on a local disk the folder; errors as :func:`delete_checkpoint`."""
     try:
-        _remove_objects(checkpoint, tombstone)
+        _remove_objects(checkpoint, tombstone, options)
     except (StoreError, CheckpointChangedError):
         if checkpoint.is_current():
             raise
@@ -139,7 +156,9 @@ def delete_superseded(
 # --- deciding ----------------------------------------------------------------------------------------
 
 
-def _check_may_delete(checkpoint: Store, standing: Standing, if_generation: int | None) -> None:
+def _check_may_delete(
+    checkpoint: Store, standing: Standing, if_generation: int | None, if_save_id: str | None
+) -> None:
     if standing.kind is None:
         raise CheckpointNotFoundError("no checkpoint here", url=checkpoint.url, operation="delete")
     if standing.is_pinned:
@@ -150,11 +169,32 @@ def _check_may_delete(checkpoint: Store, standing: Standing, if_generation: int 
         raise _changed(
             checkpoint, f"it has generation {standing.generation} now, {if_generation} was to be deleted"
         )
+    if if_save_id is not None and if_save_id != standing.save_id:
+        raise _changed(checkpoint, f"it was saved anew: {standing.save_id} is here, not {if_save_id}")
 
 
-def _tombstone(checkpoint: Store, standing: Standing) -> Manifest:
+def _is_busy(checkpoint: Store, standing: Standing, options: Options) -> bool:
+    """Whether a save or copy seems to be in progress: no sweep would touch these objects yet either."""
+    if not standing.unnamed:
+        return False
+    youngest = max(info.modified_at for info in standing.unnamed)
+    return checkpoint.clock() - youngest < timedelta(seconds=options.commit.grace_seconds)
+
+
+def _is_ours_alone(checkpoint: Store, standing: Standing, options: Options) -> bool:
+    """Whether a local folder may go as a whole."""
+    own = standing.superseded_keys
+    if any(not own_key(info.key) and info.key not in own for info in standing.infos):
+        return False
+    # A file that is being written has a hidden name, so its folder looks empty.
+    filled = {info.key.partition("/")[0] for info in standing.infos}
+    is_begun = any(is_token(name) and name not in filled for name in checkpoint.list_children("").prefixes)
+    return not is_begun and not _is_busy(checkpoint, standing, options)
+
+
+def _tombstone(checkpoint: Store, standing: Standing, options: Options) -> Manifest:
     below = standing.manifest or _nameless(checkpoint)
-    closes = checkpoint.capabilities.has_folders and not _foreign(standing.infos, standing.superseded_keys)
+    closes = checkpoint.capabilities.has_folders and _is_ours_alone(checkpoint, standing, options)
     return replace(
         below,
         generation=standing.generation + 1,
@@ -202,18 +242,33 @@ def _check_not_late(checkpoint: Store, tombstone: Manifest, options: Options, wa
 # --- removing ----------------------------------------------------------------------------------------
 
 
-def _remove_objects(checkpoint: Store, tombstone: Manifest) -> None:
+def _remove_objects(checkpoint: Store, tombstone: Manifest, options: Options) -> None:
     newest = publish_stock_metadata(checkpoint, Newest(tombstone.generation, tombstone))
     _raise_failures(checkpoint, delete_superseded(checkpoint, tombstone.superseded, newest))
     if _closes(tombstone):
-        _remove_folder(checkpoint, tombstone)
+        _remove_folder(checkpoint, tombstone, options)
 
 
-def _remove_folder(checkpoint: Store, tombstone: Manifest) -> None:
-    """Take the folder away, unless it holds what is not ours or a later generation."""
-    infos = checkpoint.list("")
-    if list_generations(infos)[-1:] == [tombstone.generation] and not _foreign(infos, ()):
+def _remove_folder(checkpoint: Store, tombstone: Manifest, options: Options) -> None:
+    """Take the folder away, unless it holds what is not ours, a save in progress or a later generation."""
+    standing = look(checkpoint)
+    if standing.generation == tombstone.generation and _is_ours_alone(checkpoint, standing, options):
         checkpoint.remove_folder()
+
+
+def _remove_without_tombstone(checkpoint: Store, planned: Standing, options: Options) -> bool:
+    """On a full disk: move the folder aside, which takes no space, and empty it there.
+
+    What was planned is checked again just before. A pin or save that comes in between needs the space
+    that a tombstone did not get.
+    """
+    if not checkpoint.capabilities.has_folders:
+        return False
+    standing = look(checkpoint)
+    _check_may_delete(checkpoint, standing, planned.generation, planned.save_id)
+    if not _is_ours_alone(checkpoint, standing, options):
+        return False
+    return checkpoint.is_current() and checkpoint.remove_folder()
 
 
 def _reopen(checkpoint: Store, tombstone: Manifest) -> None:
@@ -228,21 +283,29 @@ def _reopen(checkpoint: Store, tombstone: Manifest) -> None:
     create_generation(checkpoint, again)  # where another was first, it said the same or saved
 
 
-def _delete_stock(checkpoint: Store, standing: Standing) -> None:
+def _delete_stock(checkpoint: Store, standing: Standing, options: Options) -> None:
     keys = stock_keys(standing.infos, standing.kind)
     if standing.kind == "dcp":
         _raise_failures(checkpoint, checkpoint.delete([STOCK_METADATA_NAME]))
     _raise_failures(checkpoint, delete_superseded(checkpoint, keys, None))
     if (newest := read_newest(checkpoint)) is not None:
         publish_stock_metadata(checkpoint, newest)  # a save came in between: give it its .metadata back
-    elif checkpoint.capabilities.has_folders and not checkpoint.list(""):
-        _remove_empty_folder(checkpoint)
+    elif checkpoint.capabilities.has_folders:
+        _remove_empty_folder(checkpoint, options)
 
 
-def _remove_empty_folder(checkpoint: Store) -> None:
-    tombstone = replace(_nameless(checkpoint), extra={CLOSES_FOLDER: True})
-    if create_generation(checkpoint, tombstone):
-        finish_deletion(checkpoint, tombstone)
+def _remove_empty_folder(checkpoint: Store, options: Options) -> None:
+    standing = look(checkpoint)
+    if standing.infos or not _is_ours_alone(checkpoint, standing, options):
+        return
+    try:
+        tombstone = replace(_nameless(checkpoint), extra={CLOSES_FOLDER: True})
+        is_ours = create_generation(checkpoint, tombstone, options=options)
+    except StorageFullError:
+        checkpoint.remove_folder()
+        return
+    if is_ours:
+        finish_deletion(checkpoint, tombstone, options=options)
 
 
 def _raise_failures(checkpoint: Store, failures: Sequence[DeleteFailure]) -> None:
@@ -256,10 +319,6 @@ def _raise_failures(checkpoint: Store, failures: Sequence[DeleteFailure]) -> Non
             key=failures[0].key,
             operation="delete",
         ) from failures[0].error
-
-
-def _foreign(infos: Sequence[ObjectInfo], own: Sequence[str]) -> list[str]:
-    return [info.key for info in infos if not own_key(info.key) and info.key not in own]
 
 
 def _closes(manifest: Manifest | None) -> bool:

@@ -101,8 +101,11 @@ def own_key(key: str) -> bool:
 
     ``.metadata`` counts, though stock DCP writes it too: who sweeps must know whose it is.
     """
-    if key == STOCK_METADATA_NAME or parse_manifest_key(key) is not None:
-        return True
+    return key == STOCK_METADATA_NAME or parse_manifest_key(key) is not None or is_attempt_key(key)
+
+
+def is_attempt_key(key: str) -> bool:
+    """Whether a key belongs to one attempt to save or copy: data, index, stock metadata, a copy's record."""
     patterns = (_DATA_PATTERN, _INDEX_PATTERN, _STOCK_METADATA_PATTERN, _COPY_RECORD_PATTERN)
     return any(pattern.fullmatch(key) for pattern in patterns)
 

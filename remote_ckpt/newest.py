@@ -6,17 +6,27 @@ stock DCP checkpoint (``.metadata``) or a plain one (``checkpoint.pth``) counts 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from remote_ckpt.errors import (
+    AccessDeniedError,
     CheckpointChangedError,
     CheckpointDamagedError,
     FormatError,
     ObjectNotFoundError,
 )
-from remote_ckpt.keys import STOCK_METADATA_NAME, is_safe_key, manifest_key, parse_manifest_key
+from remote_ckpt.keys import (
+    STOCK_METADATA_NAME,
+    copy_record_key,
+    is_attempt_key,
+    is_safe_key,
+    manifest_key,
+    parse_manifest_key,
+)
 from remote_ckpt.manifest import Manifest, parse_manifest
 from remote_ckpt.store.base import ObjectInfo, Store
 
@@ -78,6 +88,31 @@ class Standing:
         return self.manifest is not None and self.manifest.state == "live" and self.manifest.pinned
 
     @property
+    def save_id(self) -> str | None:
+        """Which life of the name stands here; None where nobody can tell.
+
+        The save that the newest readable generation names; of a checkpoint that is not ours, size and time of
+        the file that makes it one.
+        """
+        if self.manifest is not None:
+            return self.manifest.save_id
+        mark = {"dcp": STOCK_METADATA_NAME, "plain": PLAIN_NAME}.get(self.kind or "")
+        found = [info for info in self.infos if info.key == mark]
+        return f"{found[0].size_bytes} bytes, {found[0].modified_at.isoformat()}" if found else None
+
+    @property
+    def unnamed(self) -> tuple[ObjectInfo, ...]:
+        """Objects of a save's own kinds that the newest generation neither names nor has still to delete.
+
+        They are garbage, or belong to a save or copy that is in progress. Complete in a deep look only.
+        """
+        named = set[str]()
+        if self.manifest is not None:
+            named = {*named_keys(self.manifest), *self.manifest.superseded}
+            named.add(copy_record_key(self.manifest.save_id))
+        return tuple(info for info in self.infos if is_attempt_key(info.key) and info.key not in named)
+
+    @property
     def superseded_keys(self) -> tuple[str, ...]:
         """Sorted keys that nobody needs once the next generation replaces or deletes this one.
 
@@ -95,13 +130,17 @@ class Standing:
 def read_newest(checkpoint: Store) -> Newest | None:
     """Return the newest generation, or None where a listing that succeeded held no manifest.
 
+    Where listing is not allowed, generations are looked for by their keys, from the first one upward: a role
+    that may only read objects can load a checkpoint that it was told of.
+
     Raises:
+        AccessDeniedError: Listing is not allowed, and no first generation can be read.
         CheckpointDamagedError: The newest generation cannot be read.
         FormatError: It is of a newer format.
         CheckpointChangedError: Every generation that was listed was gone when it was read.
         StoreError: The store failed, which says nothing about absence.
     """
-    standing = look_at_top(checkpoint)
+    standing = _look(checkpoint, _list_or_climb)
     if standing.damage is not None:
         raise standing.damage
     return None if standing.manifest is None else Newest(standing.generation, standing.manifest)
@@ -109,12 +148,12 @@ def read_newest(checkpoint: Store) -> Newest | None:
 
 def look(checkpoint: Store) -> Standing:
     """List the whole checkpoint and read its newest generation; errors as :func:`read_newest`."""
-    return _look(checkpoint, is_deep=True)
+    return _look(checkpoint, lambda store: tuple(store.list("")))
 
 
 def look_at_top(checkpoint: Store) -> Standing:
     """Like :func:`look` with one delimited listing: the data objects in deeper levels are not listed."""
-    return _look(checkpoint, is_deep=False)
+    return _look(checkpoint, _list_top)
 
 
 def list_generations(infos: Iterable[ObjectInfo]) -> list[int]:
@@ -149,9 +188,29 @@ def _is_stock_data(key: str) -> bool:
     return "/" not in key and key.endswith(".distcp") and is_safe_key(key)
 
 
-def _look(checkpoint: Store, *, is_deep: bool) -> Standing:
+def _list_top(checkpoint: Store) -> tuple[ObjectInfo, ...]:
+    return checkpoint.list_children("").objects
+
+
+def _list_or_climb(checkpoint: Store) -> tuple[ObjectInfo, ...]:
+    try:
+        return _list_top(checkpoint)
+    except AccessDeniedError as refusal:
+        if infos := tuple(_climb(checkpoint)):
+            return infos
+        raise refusal
+
+
+def _climb(checkpoint: Store) -> Iterator[ObjectInfo]:
+    # Without the right to list, S3 answers 403 where an object is missing: both end the climb.
+    with suppress(ObjectNotFoundError, AccessDeniedError):
+        for generation in itertools.count(1):
+            yield checkpoint.info(manifest_key(generation))
+
+
+def _look(checkpoint: Store, list_infos: Callable[[Store], tuple[ObjectInfo, ...]]) -> Standing:
     for _ in range(_MAX_LOOKS):
-        infos = tuple(checkpoint.list("")) if is_deep else checkpoint.list_children("").objects
+        infos = list_infos(checkpoint)
         generations = list_generations(infos)
         if not generations:
             return Standing(infos=infos, generation=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 from remote_ckpt.checksum import crc32c
@@ -239,6 +240,15 @@ def stale_after_create(
         if isinstance(result, Listing):
             return Listing(tuple(filter(listed, result.objects)), ())
         return list(filter(listed, result))
+
+    return FaultStore(inner, after=after)
+
+
+def later(inner: Store, delay: timedelta) -> FaultStore:
+    """The same store at a later time of its own clock."""
+
+    def after(call: StoreCall, result: Any) -> Any:
+        return result + delay if call.operation == "clock" else result
 
     return FaultStore(inner, after=after)
 

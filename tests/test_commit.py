@@ -15,9 +15,11 @@ from protocol import (
     OPTIONS,
     FakeTime,
     Script,
+    Upload,
     answers,
     expected_keys,
     keys_of,
+    later,
     load,
     manifests_of,
     next_generation,
@@ -59,13 +61,16 @@ from remote_ckpt.errors import (
     UnsupportedStoreError,
 )
 from remote_ckpt.generation import create_generation
-from remote_ckpt.manifest import format_manifest, manifest_key
-from remote_ckpt.newest import named_keys, read_newest
+from remote_ckpt.keys import copy_record_key, manifest_key, new_token
+from remote_ckpt.manifest import format_manifest
+from remote_ckpt.newest import look, named_keys, read_newest
 from remote_ckpt.store.base import DeleteFailure, ObjectInfo, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.wrappers import DelegatingStore
 from remote_ckpt.testing.faults import FaultStore, SimulatedCrash
+
+GRACE = timedelta(seconds=OPTIONS.commit.grace_seconds + 1)
 
 
 @pytest.fixture(params=["memory", "local"])
@@ -473,16 +478,24 @@ class TestHigherGenerationAfterCreating:
         with pytest.raises(CommitUnknownError):
             save(_after_first_create(memory, others), b"one")
 
-    def test_a_folder_deleted_while_saving_says_so(self, tmp_path: Path) -> None:
+    def test_a_folder_deleted_before_the_first_object_says_so(self, tmp_path: Path) -> None:
         root = LocalStore(tmp_path)
         save(root, b"one")
         checkpoint = open_for_save(root, "10", overwrite=True)
-        done = upload(checkpoint, b"two")
         delete_checkpoint(scope(root))
-        with pytest.raises(RemoteCkptError) as caught:
-            commit_save(checkpoint, done.draft, attempt=done.attempt, overwrite=True, expected={})
-        assert isinstance(caught.value, (CheckpointChangedError, SaveFailedError))
+        with pytest.raises(CheckpointChangedError):
+            checkpoint.write("d-0123456789abcdef/0.distcp", b"two")
         assert load(root) is None
+
+    def test_a_folder_moved_away_while_saving_says_so_and_keeps_what_stands_in_it(
+        self, tmp_path: Path
+    ) -> None:
+        root = LocalStore(tmp_path)
+        move = Script(after=once("create", lambda: (tmp_path / "10").rename(tmp_path / "11")))
+        with pytest.raises(CheckpointChangedError):
+            save(scripted(root, move), b"one")
+        assert load(root, "10") is None
+        assert load(root, "11") == b"one"
 
 
 class TestFinishing:
@@ -627,12 +640,100 @@ class TestDelete:
         delete_checkpoint(scope(memory))
         assert manifests_of(memory) == ["manifest.000001.json", "manifest.000002.json"]
 
-    def test_a_local_folder_is_removed_whole(self, tmp_path: Path) -> None:
+    def test_a_local_folder_is_removed_whole_with_what_old_saves_left_behind(self, tmp_path: Path) -> None:
         root = LocalStore(tmp_path)
         save(root, b"one")
         upload(scope(root), b"left behind")
-        delete_checkpoint(scope(root))
+        delete_checkpoint(later(root, GRACE).scope("10"))
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_save_in_progress_outlives_the_deletion_of_what_it_replaces(self, root: Store) -> None:
+        save(root, b"one")
+        checkpoint = open_for_save(root, "10", overwrite=True)
+        done = upload(checkpoint, b"two")
+        delete_checkpoint(scope(root))
+        assert load(root) is None
+        commit_save(checkpoint, done.draft, attempt=done.attempt, overwrite=True, expected=done.expected)
+        assert load(root) == b"two"
+
+    @pytest.mark.parametrize("path", [".tmp-0", "0.distcp"])
+    def test_a_save_whose_first_object_has_no_name_yet_outlives_it_too(
+        self, tmp_path: Path, path: str
+    ) -> None:
+        root = LocalStore(tmp_path)
+        save(root, b"one")
+        checkpoint = open_for_save(root, "10", overwrite=True)
+        being_written = tmp_path / "10" / new_token() / path
+        being_written.parent.mkdir()
+        being_written.touch()
+        delete_checkpoint(scope(root))
+        assert being_written.exists()
+        done = upload(checkpoint, b"two")
+        commit_save(checkpoint, done.draft, attempt=done.attempt, overwrite=True, expected=done.expected)
+        assert load(root) == b"two"
+
+    def test_a_save_that_begins_in_a_folder_being_removed_fails_alone(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        save(root, b"one")
+        checkpoint = open_for_save(root, "10", overwrite=True)
+        done: list[Upload] = []
+        store = _after_first_create(root, lambda: done.append(upload(checkpoint, b"two")))
+        delete_checkpoint(store.scope("10"))
+        with pytest.raises(CheckpointChangedError, match="being deleted"):
+            commit_save(checkpoint, done[0].draft, attempt=done[0].attempt, overwrite=True, expected={})
+        save(root, b"three")
+        assert load(root) == b"three"
+
+    @pytest.mark.parametrize("is_old", [False, True])
+    def test_promise_7_a_save_in_progress_keeps_an_automatic_deletion_away(
+        self, root: Store, is_old: bool
+    ) -> None:
+        save(root, b"one")
+        upload(scope(root), b"two")
+        store = later(root, GRACE if is_old else timedelta(0))
+        if is_old:
+            delete_checkpoint(store.scope("10"), if_idle=True)
+        else:
+            with pytest.raises(CheckpointChangedError, match="in progress"):
+                delete_checkpoint(store.scope("10"), if_idle=True)
+        assert load(root) == (None if is_old else b"one")
+
+    def test_promise_7_so_does_one_that_is_about_to_replace_a_stock_checkpoint(self, root: Store) -> None:
+        TestGenerationZero.stock(root)
+        upload(scope(root), b"two")
+        with pytest.raises(CheckpointChangedError, match="in progress"):
+            delete_checkpoint(scope(root), if_idle=True)
+        assert ".metadata" in keys_of(root)
+
+    def test_the_record_of_a_finished_copy_is_no_save_in_progress(self, root: Store) -> None:
+        manifest = save(root, b"one")
+        scope(root).write(copy_record_key(manifest.save_id), b"{}")
+        delete_checkpoint(scope(root), if_idle=True)
+        assert load(root) is None
+
+    def test_a_planned_life_that_was_replaced_by_another_is_kept(self, root: Store) -> None:
+        """On a local disk both have generation 1."""
+        planned = save(root, b"one")
+        delete_checkpoint(scope(root))
+        save(root, b"two")
+        with pytest.raises(CheckpointChangedError, match="saved anew"):
+            delete_checkpoint(scope(root), if_save_id=planned.save_id)
+        assert load(root) == b"two"
+        newest = read_newest(scope(root))
+        assert newest is not None
+        delete_checkpoint(scope(root), if_save_id=newest.manifest.save_id)
+        assert load(root) is None
+
+    @pytest.mark.parametrize("mark", [".metadata", "checkpoint.pth"])
+    def test_a_planned_stock_checkpoint_that_was_written_anew_is_kept(self, root: Store, mark: str) -> None:
+        scope(root).write(mark, b"old")
+        planned = look(scope(root)).save_id
+        scope(root).write(mark, b"newer")
+        with pytest.raises(CheckpointChangedError, match="saved anew"):
+            delete_checkpoint(scope(root), if_generation=0, if_save_id=planned)
+        assert keys_of(root) == {mark}
+        delete_checkpoint(scope(root), if_generation=0, if_save_id=look(scope(root)).save_id)
+        assert keys_of(root) == set()
 
     def test_a_local_folder_with_foreign_files_stays_with_them_and_can_be_saved_again(
         self, tmp_path: Path
@@ -720,10 +821,10 @@ class TestDelete:
         root = LocalStore(tmp_path)
         save(root, b"one")
         checkpoint = open_for_save(root, "10", overwrite=True)
-        done = upload(checkpoint, b"two")
         script = Script(before=_raise_once("remove_folder", SimulatedCrash()))
         with pytest.raises(SimulatedCrash):
             delete_checkpoint(scripted(root, script).scope("10"))
+        done = upload(checkpoint, b"two")
         with pytest.raises(CheckpointChangedError, match="being deleted"):
             commit_save(checkpoint, done.draft, attempt=done.attempt, overwrite=True, expected={})
 
@@ -748,6 +849,56 @@ class TestDelete:
             with pytest.raises((CheckpointNotFoundError, CheckpointChangedError)):
                 delete_checkpoint(late)
         assert list(tmp_path.iterdir()) == []
+
+
+class TestFullDisk:
+    """No tombstone can be written, and nothing else would make space."""
+
+    @staticmethod
+    def full(root: Store) -> Store:
+        return scripted(root, Script(before=_full))
+
+    def test_a_folder_of_ours_goes_without_a_tombstone(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        save(root, b"one")
+        delete_checkpoint(self.full(root).scope("10"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_so_does_a_stock_one(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        TestGenerationZero.stock(root)
+        delete_checkpoint(self.full(root).scope("10"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_pin_that_came_first_wins(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        save(root, b"one")
+
+        looks: list[str] = []
+
+        def pin_before_the_second_look(operation: str, key: str) -> None:
+            _full(operation, key)
+            if operation == "list" and looks:
+                set_pinned(scope(root), True)
+            looks.extend(["list"] if operation == "list" else [])
+
+        with pytest.raises((CheckpointPinnedError, CheckpointChangedError)):
+            delete_checkpoint(scripted(root, Script(before=pin_before_the_second_look)).scope("10"))
+        assert load(root) == b"one"
+
+    def test_foreign_files_stay_and_the_error_says_why(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        save(root, b"one")
+        scope(root).write("results.json", b"{}")
+        with pytest.raises(StorageFullError):
+            delete_checkpoint(self.full(root).scope("10"))
+        assert load(root) == b"one"
+
+    def test_an_object_store_has_no_such_way(self, memory: Store) -> None:
+        save(memory, b"one")
+        with pytest.raises(StorageFullError):
+            delete_checkpoint(self.full(memory).scope("10"))
+        assert load(memory) == b"one"
 
 
 class TestPinAndAnnotate:
@@ -986,6 +1137,11 @@ def _raise_once(operation: str, error: BaseException) -> Callable[[str, str], No
         raise error
 
     return once(operation, fail)
+
+
+def _full(operation: str, key: str) -> None:
+    if operation in ("create", "write", "write_stream", "clock"):
+        raise StorageFullError("no space left")
 
 
 def _before_first_create(root: Store, act: Callable[[], object]) -> Store:
