@@ -21,7 +21,7 @@ from remote_ckpt.generation import (
     highest_after,
 )
 from remote_ckpt.manifest import Manifest
-from remote_ckpt.newest import read_newest
+from remote_ckpt.newest import Newest, look_at_top, read_newest
 from remote_ckpt.options import Options
 from remote_ckpt.store.base import Store
 
@@ -35,17 +35,22 @@ def set_pinned(
 ) -> Manifest:
     """Pin a checkpoint, so that it is neither replaced nor deleted, or unpin it.
 
+    Where the newest generation is damaged and the one below says "pinned", unpinning goes on from that one,
+    as replacing and deleting would: it brings its state back, and if data is missing then, loading says so.
+
     Returns:
         The newest generation, which says so; no new one is made where it said so already.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint of ours (stock ones have no manifest to pin).
-        CheckpointDamagedError, FormatError: Its newest generation cannot be read.
+        CheckpointDamagedError: Its newest generation cannot be read, and this is not an unpinning.
+        FormatError: Its newest generation is of a newer format.
         CheckpointChangedError: It was deleted meanwhile, or changed again and again.
         CommitUnknownError: Whether it is pinned could not be found out.
         StoreError: The store failed or refused; nothing changed.
     """
-    return _change(checkpoint, lambda manifest: replace(manifest, pinned=is_pinned), options, waiting)
+    read = _read_live if is_pinned else _read_pinned
+    return _change(checkpoint, read, lambda manifest: replace(manifest, pinned=is_pinned), options, waiting)
 
 
 def annotate(
@@ -69,18 +74,22 @@ def annotate(
             user_metadata={**manifest.user_metadata, **(user_metadata or {})},
         )
 
-    return _change(checkpoint, edit, options, waiting)
+    return _change(checkpoint, _read_live, edit, options, waiting)
 
 
 def _change(
-    checkpoint: Store, edit: Callable[[Manifest], Manifest], options: Options, waiting: Waiting
+    checkpoint: Store,
+    read: Callable[[Store], Newest],
+    edit: Callable[[Manifest], Manifest],
+    options: Options,
+    waiting: Waiting,
 ) -> Manifest:
     patience = Patience(options, waiting)
     while True:
-        current = _read_live(checkpoint)
-        edited = edit(current)
-        if edited == current:
-            return current
+        current = read(checkpoint)
+        edited = edit(current.manifest)
+        if edited == current.manifest:
+            return edited
         edited = replace(
             edited,
             generation=current.generation + 1,
@@ -99,10 +108,18 @@ def _change(
             )
 
 
-def _read_live(checkpoint: Store) -> Manifest:
+def _read_live(checkpoint: Store) -> Newest:
     newest = read_newest(checkpoint)
     if newest is None or not newest.is_live:
         raise CheckpointNotFoundError(
             "there is no checkpoint with a manifest here", url=checkpoint.url, operation="change"
         )
-    return newest.manifest
+    return newest
+
+
+def _read_pinned(checkpoint: Store) -> Newest:
+    """Like :func:`_read_live`; of a damaged checkpoint, what is left that says "pinned"."""
+    standing = look_at_top(checkpoint)
+    if standing.damage is None or standing.manifest is None or not standing.is_pinned:
+        return _read_live(checkpoint)
+    return Newest(standing.generation, standing.manifest)

@@ -1,7 +1,9 @@
 """Which checkpoints a run's directory holds. Absence is said only after listings that succeeded.
 
 Half-made checkpoints, deleted ones, and everything with a name or content that we do not recognise
-are passed over. A damaged checkpoint is shown as such; any failure of the store is raised.
+are passed over. A damaged checkpoint is shown as such; any failure of the store is raised, but for one:
+a folder that may not be read and is not named by a step (``logs``) is passed over with a warning, since
+nothing says that it is a checkpoint. Asking for it by name raises.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from remote_ckpt.errors import (
+    AccessDeniedError,
     CheckpointChangedError,
     CheckpointDamagedError,
     CheckpointError,
@@ -38,6 +41,7 @@ class CheckpointEntry:
         kind: ``"remote_ckpt"``, ``"dcp"`` (stock) or ``"plain"`` (``checkpoint.pth``).
         generation: The newest generation; 0 for stock and plain ones.
         manifest: The newest manifest; None for stock, plain and damaged ones.
+        save_id: Which life of the name it is: :attr:`.newest.Standing.save_id`.
         error: Why the newest manifest cannot be read.
     """
 
@@ -46,6 +50,7 @@ class CheckpointEntry:
     kind: CheckpointKind
     generation: int = 0
     manifest: Manifest | None = None
+    save_id: str | None = None
     error: CheckpointError | None = None
 
 
@@ -55,13 +60,13 @@ def find_checkpoints(root: Store) -> list[CheckpointEntry]:
     Takes one listing, and two requests for each child, up to 16 at once.
 
     Raises:
-        StoreError: Any request failed.
+        StoreError: A request failed; but a name that is no step and may not be read is passed over.
     """
     names = _list_names(root)
     if not names:
         return []
     with ThreadPoolExecutor(min(_MAX_THREADS, len(names)), thread_name_prefix="discover") as pool:
-        entries = list(pool.map(lambda name: _find(root, name), names))
+        entries = list(pool.map(lambda name: _find_readable(root, name), names))
     return [entry for entry in entries if entry is not None]
 
 
@@ -69,9 +74,11 @@ def find_latest(root: Store) -> CheckpointEntry | None:
     """Return the highest step that is committed and readable, or None where there is none.
 
     Looks from the highest step downward: three requests where that one is sound, plus one for each
-    half-made or deleted step above it. A damaged one is passed over with a warning.
+    half-made or deleted step above it. A damaged one is passed over with a warning. One of a newer format is
+    not: a run whose package was rolled back must not go on from old work unasked.
 
     Raises:
+        FormatError: The highest step was written in a format that this version does not read.
         StoreError: Any request failed.
     """
     steps = [name for name in _list_names(root) if parse_step(name) is not None]
@@ -79,6 +86,8 @@ def find_latest(root: Store) -> CheckpointEntry | None:
         entry = _find(root, name)
         if entry is not None and entry.error is None:
             return entry
+        if entry is not None and isinstance(entry.error, FormatError):
+            raise entry.error
         if entry is not None:
             logger.warning("%s: passing over the damaged checkpoint %s: %s", root.url, name, entry.error)
     return None
@@ -120,6 +129,16 @@ def _is_name(name: str) -> bool:
     return True
 
 
+def _find_readable(root: Store, name: str) -> CheckpointEntry | None:
+    try:
+        return _find(root, name)
+    except AccessDeniedError as error:
+        if parse_step(name) is not None:
+            raise
+        logger.warning("%s: passing over %s, which may not be read: %s", root.url, name, error)
+        return None
+
+
 def _find(root: Store, name: str) -> CheckpointEntry | None:
     try:
         standing = _look_at(root, name)
@@ -152,5 +171,6 @@ def _entry(name: str, standing: Standing) -> CheckpointEntry | None:
         kind=standing.kind,
         generation=standing.generation,
         manifest=None if damage else standing.manifest,
+        save_id=standing.save_id,
         error=damage,
     )

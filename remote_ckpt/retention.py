@@ -100,10 +100,9 @@ def plan_keep_last(
         protected: Names that stay whatever their number: just committed, in progress, resumed from.
 
     Raises:
-        ConfigError: ``count`` is 0 or below -1.
+        ConfigError: ``count`` is 0, below -1, or no integer.
     """
-    if count is not None and (count == 0 or count < -1):
-        raise ConfigError(f"cannot keep the last {count} checkpoints: give 1 or more, or None to keep all")
+    _check_count(count)
     ordered = sorted(candidates, key=_listing_order)
     steps = [candidate for candidate in ordered if candidate.step is not None and not candidate.is_damaged]
     if count is None or count == -1:
@@ -154,6 +153,12 @@ def format_plan(plan: RetentionPlan) -> str:
     lines = [f"{verb:<6}  {decision.name:<{width}}  {decision.reason}" for verb, decision in decisions]
     lines += [f"warning: {warning}" for warning in plan.warnings]
     return "\n".join(lines)
+
+
+def _check_count(count: object) -> None:
+    is_count = isinstance(count, int) and not isinstance(count, bool) and (count >= 1 or count == -1)
+    if count is not None and not is_count:
+        raise ConfigError(f"cannot keep the last {count} checkpoints: give 1 or more, or None to keep all")
 
 
 def _listing_order(candidate: Candidate) -> tuple[bool, int, str]:

@@ -1010,6 +1010,30 @@ class TestDamage:
         with pytest.raises(CheckpointPinnedError):
             delete_checkpoint(scope(root))
 
+    def test_unpinning_over_a_damaged_generation_goes_on_from_the_one_below(self, root: Store) -> None:
+        save(root, b"one")
+        set_pinned(scope(root), True)
+        annotate(scope(root), metrics={"loss": 1.0})
+        self.damage(root, 3)
+        manifest = set_pinned(scope(root), False)
+        assert (manifest.generation, manifest.pinned) == (4, False)
+        assert load(root) == b"one"
+        delete_checkpoint(scope(root))
+        assert load(root) is None
+
+    @pytest.mark.parametrize("is_pinned", [True, False])
+    def test_anything_else_over_a_damaged_generation_is_an_error(self, root: Store, is_pinned: bool) -> None:
+        save(root, b"one")
+        set_pinned(scope(root), is_pinned)
+        self.damage(root, 3)
+        with pytest.raises(CheckpointDamagedError):
+            annotate(scope(root), metrics={"loss": 1.0})
+        with pytest.raises(CheckpointDamagedError):
+            set_pinned(scope(root), True)
+        if not is_pinned:
+            with pytest.raises(CheckpointDamagedError):
+                set_pinned(scope(root), False)
+
     def test_a_damaged_checkpoint_can_be_deleted(self, root: Store) -> None:
         save(root, b"one")
         self.damage(root, 1)

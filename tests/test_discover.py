@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from protocol import Script, answers, save, scripted, upload
+from protocol import Script, answers, load, save, scripted, upload
 
 from remote_ckpt.changes import set_pinned
 from remote_ckpt.deletion import delete_checkpoint
@@ -20,10 +20,11 @@ from remote_ckpt.errors import (
     UrlError,
 )
 from remote_ckpt.keys import manifest_key
+from remote_ckpt.newest import read_newest
 from remote_ckpt.store.base import Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
-from remote_ckpt.testing.faults import FaultStore
+from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 
 @pytest.fixture(params=["memory", "local"])
@@ -139,6 +140,93 @@ class TestDamage:
         assert isinstance(entry.error, FormatError)
         with pytest.raises(FormatError):
             resolve(root, "10")
+
+    def test_latest_does_not_go_back_below_a_step_of_a_newer_format(self, root: Store) -> None:
+        save(root, b"x")
+        root.write(f"20/{manifest_key(1)}", b'{"format": "remote_ckpt", "version": [9, 0]}')
+        with pytest.raises(FormatError):
+            find_latest(root)
+
+    def test_a_step_of_a_newer_format_below_the_latest_is_no_matter(self, root: Store) -> None:
+        save(root, b"x")
+        root.write(f"5/{manifest_key(1)}", b'{"format": "remote_ckpt", "version": [9, 0]}')
+        latest = find_latest(root)
+        assert latest is not None
+        assert latest.name == "10"
+
+
+class TestUnreadableNames:
+    @staticmethod
+    def denying(root: Store, name: str) -> Store:
+        def deny(call: StoreCall) -> None:
+            if call.url.endswith(f"/{name}"):
+                raise AccessDeniedError("403")
+
+        return FaultStore(root, before=deny)
+
+    def test_a_name_that_is_no_step_is_passed_over_with_a_warning(
+        self, root: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        save(root, b"x")
+        root.write("logs/events", b"x")
+        assert names(self.denying(root, "logs")) == ["10"]
+        assert "passing over logs" in caplog.text
+
+    def test_a_step_is_an_error(self, root: Store) -> None:
+        for name in ("10", "20"):
+            save(root, b"x", name=name)
+        with pytest.raises(AccessDeniedError):
+            find_checkpoints(self.denying(root, "10"))
+        with pytest.raises(AccessDeniedError):
+            find_latest(self.denying(root, "20"))
+
+    def test_asking_for_it_by_name_is_an_error(self, root: Store) -> None:
+        save(root, b"x", name="best")
+        with pytest.raises(AccessDeniedError):
+            resolve(self.denying(root, "best"), "best")
+
+
+class TestWithoutTheRightToList:
+    """BR-57: a role that may only read. Without the right to list, S3 answers 403 for missing objects."""
+
+    @staticmethod
+    def reading_only(root: Store) -> Store:
+        def deny(call: StoreCall) -> None:
+            if call.operation in ("list", "list_children"):
+                raise AccessDeniedError("list: 403")
+            if call.operation in ("read", "info") and not _exists(root, f"{call.url}/{call.key}"):
+                raise AccessDeniedError("read: 403")
+
+        return FaultStore(root, before=deny)
+
+    def test_the_newest_generation_is_found_by_its_key(self, root: Store) -> None:
+        save(root, b"x")
+        pinned = set_pinned(root.scope("10"), True)
+        newest = read_newest(self.reading_only(root).scope("10"))
+        assert newest is not None
+        assert newest.manifest == pinned
+        assert load(self.reading_only(root)) == b"x"
+
+    def test_absence_cannot_be_told_from_a_missing_right(self, root: Store) -> None:
+        root.scope("10", create=True).write("other", b"x")
+        with pytest.raises(AccessDeniedError, match="list: 403"):
+            read_newest(self.reading_only(root).scope("10"))
+
+    def test_which_checkpoints_there_are_needs_the_right(self, root: Store) -> None:
+        save(root, b"x")
+        for find in (find_latest, find_checkpoints):
+            with pytest.raises(AccessDeniedError):
+                find(self.reading_only(root))
+
+    def test_a_manifest_that_is_listed_and_may_not_be_read_is_an_error(self, root: Store) -> None:
+        save(root, b"x")
+        store = scripted(root, answers("read", {0: AccessDeniedError("403")}, key="manifest."))
+        with pytest.raises(AccessDeniedError):
+            read_newest(store.scope("10"))
+
+
+def _exists(root: Store, url: str) -> bool:
+    return url.removeprefix(f"{root.url}/") in {info.key for info in root.list()}
 
 
 class TestResolve:

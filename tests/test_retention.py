@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,11 @@ class TestKeepLast:
 
     @pytest.mark.parametrize("count", [0, -2])
     def test_br22_zero_and_other_negative_counts_are_refused(self, count: int) -> None:
+        with pytest.raises(ConfigError, match=f"last {count} "):
+            plan_keep_last(steps(1), count)
+
+    @pytest.mark.parametrize("count", [1.5, 2.0, True, False, "3"])
+    def test_a_count_that_is_no_integer_is_refused(self, count: Any) -> None:
         with pytest.raises(ConfigError, match=f"last {count} "):
             plan_keep_last(steps(1), count)
 
