@@ -69,7 +69,7 @@ def build_index(
                 offset=item.archive_offset,
                 length_bytes=item.archive_bytes,
                 crcs=item.crcs,
-                pickle_safe=not item.unsafe_globals,
+                pickle_safe=not item.needs_trust,
             )
         else:
             tensors[fqn] = _tensor_entry(fqn, entry, stored, positions, url)

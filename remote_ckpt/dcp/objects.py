@@ -41,7 +41,7 @@ class StoredItem:
         payload_bytes: Length of what ``crcs`` cover: the payload, or the whole archive.
         crcs: CRC-32C of each block, little-endian uint32.
         dtype: Name of the raw elements' dtype; empty where ``torch.save`` wrote them.
-        unsafe_globals: Classes that loading this item will ask trust for.
+        needs_trust: Why safe loading refuses it (names of classes); empty if it does not.
     """
 
     key: str
@@ -51,7 +51,7 @@ class StoredItem:
     payload_bytes: int
     crcs: bytes
     dtype: str = ""
-    unsafe_globals: tuple[str, ...] = ()
+    needs_trust: tuple[str, ...] = ()
 
 
 class BlockCrc:
@@ -182,7 +182,7 @@ class DataObject:
                     payload_bytes=_checked_bytes(item),
                     crcs=crcs,
                     dtype=item.dtype,
-                    unsafe_globals=item.unsafe_globals,
+                    needs_trust=item.needs_trust,
                 ),
             )
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from remote_ckpt.archive import SUPPORTED_DTYPES, TensorFrame, frame_tensor
 from remote_ckpt.dcp.payload import dtype_name, is_plain, payload_windows
-from remote_ckpt.dcp.pickles import unsafe_globals
+from remote_ckpt.dcp.pickles import needs_trust
 from remote_ckpt.errors import SaveFailedError
 from remote_ckpt.options import MiB
 from remote_ckpt.store.base import Buffer
@@ -47,7 +47,7 @@ class PreparedItem:
         dtype: Name of the raw elements' dtype; empty where the archive is opaque.
         archive: The opaque archive, if it was kept.
         is_staged: It must be sent alone: its bytes are resolved when they are due.
-        unsafe_globals: Classes that loading it will ask trust for.
+        needs_trust: Why safe loading refuses it (names of classes); empty if it does not.
     """
 
     item: WriteItem
@@ -56,7 +56,7 @@ class PreparedItem:
     dtype: str = ""
     archive: bytes | None = None
     is_staged: bool = False
-    unsafe_globals: tuple[str, ...] = ()
+    needs_trust: tuple[str, ...] = ()
 
 
 class PlanValues:
@@ -88,11 +88,11 @@ class PlanValues:
             is_staged = not self._is_state_itself(item)
             return PreparedItem(item, frame.total_bytes, frame, dtype, is_staged=is_staged)
         archive = _serialise(value)
-        names = tuple(unsafe_globals(io.BytesIO(archive)))
+        reasons = needs_trust(io.BytesIO(archive))
         if len(archive) > KEPT_BYTES or self._kept_bytes + len(archive) > self._window_bytes:
-            return PreparedItem(item, len(archive), is_staged=True, unsafe_globals=names)
+            return PreparedItem(item, len(archive), is_staged=True, needs_trust=reasons)
         self._kept_bytes += len(archive)
-        return PreparedItem(item, len(archive), archive=archive, unsafe_globals=names)
+        return PreparedItem(item, len(archive), archive=archive, needs_trust=reasons)
 
     def windows(self, prepared: PreparedItem) -> Iterator[Buffer]:
         """Yield an item's raw elements, or its opaque archive.

@@ -430,10 +430,10 @@ def _raise_failures(reports: Sequence[RankReport], url: str) -> None:
 
 def _warn_of_trust(items: Sequence[PreparedItem], url: str) -> None:
     for item in items:
-        if item.unsafe_globals:
+        if item.needs_trust:
             logger.warning(
                 "%s in %s holds %s: loading it will ask for trusted=True",
                 item.item.index.fqn,
                 url,
-                ", ".join(item.unsafe_globals),
+                ", ".join(item.needs_trust),
             )
