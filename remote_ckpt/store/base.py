@@ -227,6 +227,14 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_key(text: str) -> bool:
+    """Whether :func:`check_key` accepts a key: in one bucket others may keep ``a//b`` and ``../c``."""
+    try:
+        return bool(check_key(text))
+    except ConfigError:
+        return False
+
+
 def check_prefix(prefix: str) -> str:
     """Return ``prefix`` if it is empty or a well-formed key followed by ``/``; else raise ConfigError."""
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):

@@ -6,21 +6,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from remote_ckpt.errors import AccessDeniedError, StoreError, StoreTimeoutError, StoreUnavailableError
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    RemoteCkptError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from remote_ckpt.store.http_errors import describe, error_type
 from remote_ckpt.url import redact_url
 
 
 def translate_answer(
     response: Mapping[str, Any], *, operation: str, url: str, key: str | None = None
-) -> StoreError:
+) -> RemoteCkptError:
     """Return our error for the ``response`` of a botocore ``ClientError``."""
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     said = response.get("Error", {})
     code = str(said.get("Code", ""))
     if code.isdigit():  # answers to HEAD have no body: botocore gives the status as the code
         status, code = status or int(code), ""
-    kind = error_type(status, code or None, is_create=operation == "create")
+    kind = error_type(status, code or None, operation=operation)
     detail = redact_url(str(said.get("Message", "")))[:300]
     message = describe(kind, operation=operation, key=key, status=status, code=code or None, detail=detail)
     return kind(message, url=url, key=key, operation=operation)

@@ -144,16 +144,16 @@ class FsspecStore:
 
     def read(self, key: str) -> bytes:
         """See :meth:`Store.read`."""
-        with self._request("read", key) as (fs, path):
-            return _bytes(fs.cat_file(path))
+        with self._request("read", key) as (_, path):
+            return _bytes(self._fetch(path))
 
     def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
         """See :meth:`Store.read_range`."""
         if offset_bytes < 0 or length_bytes < 1:
             raise ConfigError(f"no range: offset {offset_bytes}, length {length_bytes}", key=key)
         end_bytes = offset_bytes + length_bytes
-        with self._request("read_range", key) as (fs, path):
-            found = _bytes(fs.cat_file(path, start=offset_bytes, end=end_bytes))
+        with self._request("read_range", key) as (_, path):
+            found = _bytes(self._fetch(path, offset_bytes, end_bytes))
         if len(found) != length_bytes:
             message = f"the object ends {length_bytes - len(found)} bytes before byte {end_bytes}"
             raise IntegrityError(message, url=self.url, key=key, operation="read_range")
@@ -165,9 +165,9 @@ class FsspecStore:
 
     def write(self, key: str, data: Buffer) -> None:
         """See :meth:`Store.write`."""
-        with self._request("write", key) as (fs, path):
+        with self._request("write", key) as (_, path):
             self._make_parent(path)
-            fs.pipe_file(path, _not_empty(data))
+            self._put(path, _not_empty(data), is_create=False)
 
     def create(self, key: str, data: Buffer) -> None:
         """See :meth:`Store.create`.
@@ -178,9 +178,9 @@ class FsspecStore:
         if self.capabilities.create_only is CreateOnly.NONE:
             self._create_unsafely(key, data)
             return
-        with self._request("create", key) as (fs, path), self._exclusively():
+        with self._request("create", key) as (_, path), self._exclusively():
             self._make_parent(path)
-            fs.pipe_file(path, _not_empty(data), mode="create")
+            self._put(path, _not_empty(data), is_create=True)
 
     def write_stream(
         self,
@@ -324,6 +324,12 @@ class FsspecStore:
         return (
             moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
         )
+
+    def _fetch(self, path: str, start: int | None = None, end: int | None = None) -> object:
+        return self._fs.cat_file(path, start=start, end=end)
+
+    def _put(self, path: str, data: bytes, *, is_create: bool) -> None:
+        self._fs.pipe_file(path, data, **({"mode": "create"} if is_create else {}))
 
     def _make_parent(self, path: str) -> None:
         if self._location.scheme not in _BUCKETS:

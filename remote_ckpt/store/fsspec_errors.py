@@ -44,7 +44,7 @@ def translate(error: Exception, *, operation: str, url: str, key: str | None = N
         if isinstance(response := getattr(each, "response", None), dict):
             return translate_answer(response, **where)
     for each in chain:
-        if type(each).__module__.startswith(("botocore.", "aiobotocore.")):
+        if type(each).__module__.startswith(("botocore.", "aiobotocore.", "aiohttp.")):
             return translate_client_side(each, **where)
     for each in chain:
         if (status := _status(each)) is not None:
@@ -67,9 +67,11 @@ def _status(error: Exception) -> int | None:
     return None
 
 
-def _from_status(error: Exception, status: int, *, operation: str, url: str, key: str | None) -> StoreError:
+def _from_status(
+    error: Exception, status: int, *, operation: str, url: str, key: str | None
+) -> RemoteCkptError:
     code = getattr(error, "error_code", None)
-    kind = error_type(status, str(code) if code else None, is_create=operation == "create")
+    kind = error_type(status, str(code) if code else None, operation=operation)
     detail = redact_url(str(error))[:300]
     message = describe(kind, operation=operation, key=key, status=status, code=code, detail=detail)
     return kind(message, url=url, key=key, operation=operation)

@@ -7,14 +7,17 @@ up in parallel and are aborted on any failure, and answers are read whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timezone
 from typing import Any, Final
 
-from remote_ckpt.errors import ObjectNotFoundError
-from remote_ckpt.options import RetryOptions
+from fsspec.asyn import sync
+
+from remote_ckpt.errors import ObjectNotFoundError, StoreUnavailableError
+from remote_ckpt.options import RetryOptions, TransferOptions
 from remote_ckpt.store.base import (
     ChunkSource,
     DeleteFailure,
@@ -22,32 +25,32 @@ from remote_ckpt.store.base import (
     ObjectInfo,
     check_key,
     check_prefix,
+    is_key,
     sorted_infos,
 )
 from remote_ckpt.store.boto_errors import translate_answer
 from remote_ckpt.store.chunks import CheckedChunks, cut_parts, plan_part_bytes
 from remote_ckpt.store.fsspec import FsspecStore
+from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.http_clock import read_date
+from remote_ckpt.store.http_errors import no_listing_message
+from remote_ckpt.url import Location
 
 _log = logging.getLogger("remote_ckpt")
 
 _DELETE_BATCH: Final = 1_000
-_CLOCK_SECONDS: Final = 20.0
-_REQUEST_TRIES: Final = 3
+_PART_TRIES: Final = 3
 
 
 def plan_s3fs_options(given: Mapping[str, Any], retry: RetryOptions) -> dict[str, Any]:
-    """Return s3fs's options: the user's, without caches, with few tries of its own and our time-outs.
-
-    A create that botocore repeats after a lost answer reports its own success as a conflict, as the
-    contract of :meth:`Store.create` allows.
-    """
+    """Return s3fs's options: the user's, without caches, each request sent once, with our time-outs."""
     config = {
-        "connect_timeout": retry.connect_seconds,
-        "read_timeout": retry.request_seconds,
-        "retries": {"total_max_attempts": _REQUEST_TRIES, "mode": "standard"},
+        "connect_timeout": min(retry.connect_seconds, retry.total_seconds),
+        "read_timeout": min(retry.request_seconds, retry.total_seconds),
         **_checksum_settings(given),
         **given.get("config_kwargs", {}),
+        # Who retries is RetryStore; a create that botocore sends again reports its own success as a conflict.
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
     }
     return {"use_listings_cache": False, **given, "config_kwargs": config}
 
@@ -63,6 +66,14 @@ def _checksum_settings(given: Mapping[str, Any]) -> dict[str, str]:
 
 class S3fsStore(FsspecStore):
     """One prefix of a bucket, through s3fs. Made by :func:`~remote_ckpt.store.fsspec.open_fsspec_store`."""
+
+    def __init__(self, location: Location, file_system: Any, transfer: TransferOptions) -> None:
+        super().__init__(location, file_system, transfer)
+        file_system.retries = 1  # s3fs repeats what botocore gave up
+        self._http = HttpClient(
+            timeout_seconds=file_system.config_kwargs["read_timeout"],
+            verify=file_system.client_kwargs.get("verify"),
+        )
 
     def write_stream(
         self,
@@ -87,9 +98,11 @@ class S3fsStore(FsspecStore):
             try:
                 found = self._call("head_object", Key=self._path_in_bucket(key))
             except OSError as error:
-                # An answer to HEAD has no body: another request tells a missing bucket or an expired token.
-                self._check_bucket("info")
-                if not isinstance(error, FileNotFoundError):
+                if _status_of(error) not in (400, 404):
+                    raise
+                # An answer to HEAD has no body: a listing tells a missing bucket, an expired token, and the
+                # 404 of something between here and the store.
+                if self._is_listed(key) or _status_of(error) == 400:
                     raise
                 message = "no such object"
                 raise ObjectNotFoundError(message, url=self.url, key=key, operation="info") from error
@@ -99,16 +112,17 @@ class S3fsStore(FsspecStore):
         """See :meth:`Store.list`."""
         start = self._path_in_bucket("") + check_prefix(prefix)
         with self._request("list"):
-            return sorted_infos(info for page in self._pages(Prefix=start) for info in self._contents(page))
+            return sorted_infos(info for page in self._pages(start) for info in self._contents(page, start))
 
     def list_children(self, prefix: str = "") -> Listing:
         """See :meth:`Store.list_children`."""
         start = self._path_in_bucket("") + check_prefix(prefix)
         with self._request("list_children"):
-            pages = [*self._pages(Prefix=start, Delimiter="/")]
-        infos = sorted_infos(info for page in pages for info in self._contents(page))
-        found = [each["Prefix"] for page in pages for each in page.get("CommonPrefixes", ())]
-        return Listing(tuple(infos), tuple(sorted(name[len(start) : -1] for name in found)))
+            pages = [*self._pages(start, Delimiter="/")]
+            infos = sorted_infos(info for page in pages for info in self._contents(page, start))
+            found = [each["Prefix"] for page in pages for each in page.get("CommonPrefixes", ())]
+            names = [_below(name, start)[:-1] for name in found]
+        return Listing(tuple(infos), tuple(sorted(name for name in names if is_key(name))))
 
     def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
         """See :meth:`Store.delete`; one request for each thousand keys."""
@@ -122,8 +136,21 @@ class S3fsStore(FsspecStore):
             return super().clock()
         with self._request("clock", ".clock") as (fs, path):
             signed_url = fs.url(path, expires=300, client_method="head_object")
-            verify = fs.client_kwargs.get("verify")
-        return read_date(signed_url, timeout_seconds=_CLOCK_SECONDS, verify=verify, url=self.url)
+            return read_date(signed_url, client=self._http, url=self.url)
+
+    def _fetch(self, path: str, start: int | None = None, end: int | None = None) -> object:
+        # s3fs would ask for the size first, with a HEAD whose refusal has no body to say why.
+        span = {} if start is None or end is None else {"Range": f"bytes={start}-{end - 1}"}
+        return sync(self._fs.loop, self._get, Key=self._in_bucket(path), **span)
+
+    async def _get(self, **arguments: Any) -> object:
+        answer = await self._fs._call_s3("get_object", Bucket=self._location.bucket, **arguments)
+        async with answer["Body"] as body:
+            return await body.read()
+
+    def _put(self, path: str, data: bytes, *, is_create: bool) -> None:
+        condition = {"IfNoneMatch": "*"} if is_create else {}
+        self._call("put_object", Key=self._in_bucket(path), Body=data, **condition)
 
     def _call(self, method: str, **arguments: Any) -> Mapping[str, Any]:
         answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=self._location.bucket, **arguments)
@@ -132,21 +159,52 @@ class S3fsStore(FsspecStore):
     def _path_in_bucket(self, key: str) -> str:
         return self._root[len(self._location.bucket) + 1 :] + key
 
-    def _check_bucket(self, operation: str) -> None:
-        with self._request(operation):
-            self._call("list_objects_v2", Prefix=self._path_in_bucket(""), MaxKeys=1)
+    def _in_bucket(self, path: str) -> str:
+        return path[len(self._location.bucket) + 1 :]
 
-    def _pages(self, **arguments: Any) -> Iterator[Mapping[str, Any]]:
-        page = self._call("list_objects_v2", **arguments)
+    def _check_bucket(self, operation: str) -> None:
+        # As a listing: none is answered by the absence of an object, which would lead here again.
+        with self._request("list"):
+            self._page(Prefix=self._path_in_bucket(""), MaxKeys=1)
+
+    def _is_listed(self, key: str) -> bool:
+        path = self._path_in_bucket(key)
+        with self._request("list"):
+            page = self._page(Prefix=path, MaxKeys=1)
+        return any(found.get("Key") == path for found in page.get("Contents", ()))
+
+    def _pages(self, prefix: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
+        page = self._page(Prefix=prefix, **arguments)
         yield page
-        while page.get("IsTruncated"):
-            page = self._call("list_objects_v2", ContinuationToken=page["NextContinuationToken"], **arguments)
+        seen = set()
+        while page["IsTruncated"]:
+            token = page["NextContinuationToken"]
+            if token in seen:
+                raise self._no_listing("the same page came twice")
+            seen.add(token)
+            page = self._page(Prefix=prefix, ContinuationToken=token, **arguments)
             yield page
 
-    def _contents(self, page: Mapping[str, Any]) -> Iterator[ObjectInfo]:
+    def _page(self, **arguments: Any) -> Mapping[str, Any]:
+        """Return a page that is one: botocore takes any XML, HTML or nothing for an empty listing."""
+        page = self._call("list_objects_v2", **arguments)
+        status = page["ResponseMetadata"]["HTTPStatusCode"]
+        if status != 200 or not page.get("Name") or "IsTruncated" not in page:
+            raise self._no_listing("it lacks a listing's fields")
+        if page["IsTruncated"] and not page.get("NextContinuationToken"):
+            raise self._no_listing("it is incomplete and has no token to go on")
+        return page
+
+    def _no_listing(self, reason: str) -> StoreUnavailableError:
+        return StoreUnavailableError(no_listing_message(reason), url=self.url, operation="list")
+
+    def _contents(self, page: Mapping[str, Any], prefix: str) -> Iterator[ObjectInfo]:
         root = self._path_in_bucket("")
         for found in page.get("Contents", ()):
-            if found["Key"] != root:
+            key = _below(found["Key"], prefix)
+            if found["Size"] < 0:
+                raise ValueError(f"an object of {found['Size']} bytes")
+            if is_key(key):
                 yield _info(found["Key"][len(root) :], found["Size"], found["LastModified"])
 
     def _delete_batch(self, keys: Sequence[str]) -> Iterator[DeleteFailure]:
@@ -189,7 +247,15 @@ class S3fsStore(FsspecStore):
         return sorted(sent, key=lambda part: part["PartNumber"])
 
     def _send_part(self, target: Mapping[str, Any], number: int, body: bytes) -> Mapping[str, Any]:
-        answer = self._call("upload_part", PartNumber=number, Body=body, **target)
+        # The one retry below RetryStore: above, the whole object would be sent anew.
+        for _ in range(_PART_TRIES - 1):
+            with contextlib.suppress(StoreUnavailableError):
+                return self._send_part_once(target, number, body)
+        return self._send_part_once(target, number, body)
+
+    def _send_part_once(self, target: Mapping[str, Any], number: int, body: bytes) -> Mapping[str, Any]:
+        with self._request("write_stream"):
+            answer = self._call("upload_part", PartNumber=number, Body=body, **target)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def _abort(self, target: Mapping[str, Any]) -> None:
@@ -197,6 +263,18 @@ class S3fsStore(FsspecStore):
             self._call("abort_multipart_upload", **target)
         except Exception as error:  # the failure that led here is raised; the sweep finds what is left
             _log.warning("the upload of %s could not be aborted: %s", target["Key"], type(error).__name__)
+
+
+def _status_of(error: OSError) -> int | None:
+    answer: Mapping[str, Any] = getattr(error.__cause__, "response", None) or {}
+    status: int | None = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status
+
+
+def _below(found: str, prefix: str) -> str:
+    if not found.startswith(prefix):
+        raise StoreUnavailableError(no_listing_message("it has keys outside of the prefix"), operation="list")
+    return found[len(prefix) :]
 
 
 def _info(key: str, size_bytes: int, modified_at: datetime) -> ObjectInfo:

@@ -15,10 +15,12 @@ from remote_ckpt.errors import (
     IntegrityError,
     ObjectExistsError,
     ObjectNotFoundError,
+    RemoteCkptError,
     StorageFullError,
     StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnsupportedStoreError,
 )
 
 _BY_CODE: Final[dict[str, type[StoreError]]] = {
@@ -45,6 +47,7 @@ _BY_CODE: Final[dict[str, type[StoreError]]] = {
     **dict.fromkeys(("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"), StorageFullError),
     **dict.fromkeys(("InvalidRange", "BadDigest", "XAmzContentChecksumMismatch"), IntegrityError),
     "IncompleteBody": StoreUnavailableError,
+    "NotImplemented": StoreError,
 }
 
 _BY_STATUS: Final[dict[int, type[StoreError]]] = {
@@ -57,10 +60,11 @@ _BY_STATUS: Final[dict[int, type[StoreError]]] = {
     416: IntegrityError,
     429: StoreUnavailableError,
     499: StoreUnavailableError,
+    501: StoreError,
     507: StorageFullError,
 }
 
-_ADVICE: Final[dict[type[StoreError], str]] = {
+_ADVICE: Final[dict[type[RemoteCkptError], str]] = {
     AccessDeniedError: "check the credentials and their rights on this bucket and prefix",
     BucketNotFoundError: "create the bucket, or correct its name or endpoint",
     StorageFullError: "free space or raise the quota",
@@ -74,16 +78,27 @@ _ADVICE_BY_CODE: Final[dict[str, str]] = {
 }
 
 
-def error_type(status: int | None, code: str | None, *, is_create: bool = False) -> type[StoreError]:
+_LISTINGS: Final = frozenset({"list", "list_children", "list_uploads"})
+
+
+def error_type(status: int | None, code: str | None, *, operation: str) -> type[RemoteCkptError]:
     """Return the kind of error that an answer means; a known code says more than the status.
 
     Args:
         status: HTTP status, or None where no answer arrived.
         code: The error code of the answer's body.
-        is_create: The request was a create-only write: 304, 409 and 412 are conflicts.
+        operation: The verb. Of a create 304, 409 and 412 are conflicts, and 501 means that the store knows
+            no condition. No listing is answered by the absence of an object: it is an error.
     """
-    if is_create and status in (304, 409, 412):
+    if operation == "create" and status in (304, 409, 412):
         return ObjectExistsError
+    if operation == "create" and (status == 501 or code == "NotImplemented"):
+        return UnsupportedStoreError
+    kind = _kind_of(status, code)
+    return StoreUnavailableError if kind is ObjectNotFoundError and operation in _LISTINGS else kind
+
+
+def _kind_of(status: int | None, code: str | None) -> type[StoreError]:
     if code in _BY_CODE:
         return _BY_CODE[code]
     if status is None or status >= 500:
@@ -91,13 +106,13 @@ def error_type(status: int | None, code: str | None, *, is_create: bool = False)
     return _BY_STATUS.get(status, StoreError)
 
 
-def advice(kind: type[StoreError], code: str | None) -> str:
+def advice(kind: type[RemoteCkptError], code: str | None) -> str:
     """Return what to do about an error, or ``""``."""
     return _ADVICE_BY_CODE.get(code or "", _ADVICE.get(kind, ""))
 
 
 def describe(
-    kind: type[StoreError],
+    kind: type[RemoteCkptError],
     *,
     operation: str,
     key: str | None,
@@ -111,3 +126,8 @@ def describe(
     what = f"{operation} of {key!r}" if key else operation
     parts = [f"{what} failed: {answer}" + (f" ({detail})" if detail else ""), advice(kind, code)]
     return "; ".join(part for part in parts if part)
+
+
+def no_listing_message(reason: str) -> str:
+    """Return what to say of a listing's answer that is none."""
+    return f"the answer is no listing of the bucket ({reason}): is something between here and the store?"

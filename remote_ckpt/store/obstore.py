@@ -8,17 +8,18 @@ What obstore does that this adapter guards against, each found by trying (obstor
 - it counts no parts (10,000 is S3's limit), and its default part of 5 MiB caps an object at 48.8 GiB
 - its time-out of 30 s includes the body: here it grows with the size of a part
 - a batch delete stops at the first error: then each key is deleted on its own
-- it lists a folder marker ``name/`` as the object ``name``: objects without bytes are looked at again
+- it takes any XML or HTML for a listing, and fails all of it for one key such as ``a//b``: S3 is listed
+  by :mod:`remote_ckpt.store.s3_listing`
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any
 
 import obstore
 
@@ -49,13 +50,11 @@ from remote_ckpt.store.chunks import CheckedChunks, plan_part_bytes
 from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.obstore_clients import Clients, check_process, open_clients, plan_settings
 from remote_ckpt.store.obstore_errors import DRIVER_ERRORS, redacted, status_of, translate
+from remote_ckpt.store.obstore_listing import info_of
 from remote_ckpt.store.obstore_options import DriverSettings
 from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, s3_uploads
 from remote_ckpt.store.wrappers import PrefixStore
 from remote_ckpt.url import Location
-
-_LIST_PAGE: Final = 1_000
-_CLOCK_SECONDS: Final = 20.0
 
 
 def open_obstore_store(
@@ -112,7 +111,7 @@ class ObstoreStore:
     def read(self, key: str) -> bytes:
         """See :meth:`Store.read`."""
         with self._request("read", key) as (clients, path):
-            return bytes(obstore.get(clients.bulk, path).bytes())
+            return bytes(obstore.get(clients.bodies, path).bytes())
 
     def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
         """See :meth:`Store.read_range`."""
@@ -121,7 +120,9 @@ class ObstoreStore:
                 f"no range: offset {offset_bytes}, length {length_bytes}", url=self.url, key=key
             )
         with self._request("read_range", key) as (clients, path):
-            found = memoryview(obstore.get_range(clients.bulk, path, start=offset_bytes, length=length_bytes))
+            found = memoryview(
+                obstore.get_range(clients.bodies, path, start=offset_bytes, length=length_bytes)
+            )
         if len(found) != length_bytes:
             message = (
                 f"the object ends {length_bytes - len(found)} bytes before byte {offset_bytes + length_bytes}"
@@ -165,13 +166,13 @@ class ObstoreStore:
         """See :meth:`Store.info`."""
         with self._request("info", key) as (clients, path):
             try:
-                return self._info(obstore.head(clients.once, path))
+                return replace(info_of(obstore.head(clients.once, path)), key=key)
             except DRIVER_ERRORS as error:
                 if status_of(error) not in (400, 404):
                     raise
-                # An answer to HEAD has no body: another request tells a missing bucket or an expired token.
-                next(iter(obstore.list(clients.once, path)), None)
-                if status_of(error) == 400:
+                # An answer to HEAD has no body: a listing tells a missing bucket, an expired token, and the
+                # 404 of something between here and the store.
+                if clients.lister.has(path, operation="info") or status_of(error) == 400:
                     raise
                 raise ObjectNotFoundError(
                     "no such object", url=self.url, key=key, operation="info"
@@ -181,17 +182,15 @@ class ObstoreStore:
         """See :meth:`Store.list`."""
         start = self._root + check_prefix(prefix)
         with self._request("list") as (clients, _):
-            pages = obstore.list(clients.once, start, chunk_size=_LIST_PAGE)
-            found = [meta for page in pages for meta in page]
-        return sorted_infos(self._objects(found))
+            return sorted_infos(self._relative(clients.lister.objects(start, operation="list")))
 
     def list_children(self, prefix: str = "") -> Listing:
         """See :meth:`Store.list_children`."""
         start = self._root + check_prefix(prefix)
         with self._request("list_children") as (clients, _):
-            level = obstore.list_with_delimiter(clients.once, start)
-        names = sorted(found.rstrip("/")[len(start) :] for found in level["common_prefixes"])
-        return Listing(tuple(sorted_infos(self._objects(level["objects"]))), tuple(names))
+            objects, names = clients.lister.level(start, operation="list_children")
+            infos = sorted_infos(self._relative(objects))
+        return Listing(tuple(infos), tuple(sorted(name[len(start) : -1] for name in names)))
 
     def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
         """See :meth:`Store.delete`; a missing bucket, or a store that is down, raises instead."""
@@ -215,7 +214,7 @@ class ObstoreStore:
             self.open_uploads().copy(self._root + source, path)
             return
         with self._request("copy", source) as (clients, source_path):
-            obstore.copy(clients.bulk, source_path, path)
+            obstore.copy(clients.bodies, source_path, path)
 
     def clock(self) -> datetime:
         """See :meth:`Store.clock`.
@@ -226,9 +225,7 @@ class ObstoreStore:
             return self._marker_time()
         with self._request("clock", ".clock") as (clients, path):
             signed_url = obstore.sign(clients.once, "HEAD", path, timedelta(minutes=5))
-        return read_date(
-            signed_url, timeout_seconds=_CLOCK_SECONDS, verify=self._settings.verify, url=self.url
-        )
+            return read_date(signed_url, client=clients.http, url=self.url)
 
     def scope(self, name: str, *, create: bool = False) -> Store:
         """See :meth:`Store.scope`; there are no folders to make."""
@@ -275,10 +272,10 @@ class ObstoreStore:
     ) -> None:
         with self._request("write_stream", key) as (clients, path):
             if size_bytes <= part_bytes:
-                obstore.put(clients.bulk, path, _not_empty(chunks.joined()), use_multipart=False)
+                obstore.put(clients.bodies, path, _not_empty(chunks.joined()), use_multipart=False)
                 return
             obstore.put(
-                clients.bulk,
+                clients.parts,
                 path,
                 iter(chunks),
                 use_multipart=True,
@@ -286,15 +283,8 @@ class ObstoreStore:
                 max_concurrency=concurrency,
             )
 
-    def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
-        # HEAD gives whole seconds, listings of some servers more: one object has one time.
-        modified_at = meta["last_modified"].replace(microsecond=0)
-        return ObjectInfo(meta["path"][len(self._root) :], meta["size"], modified_at)
-
-    def _objects(self, found: Iterable[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
-        for info in (self._info(meta) for meta in found if meta["path"].startswith(self._root)):
-            with contextlib.suppress(ObjectNotFoundError):  # a marker "name/" is listed as "name"
-                yield info if info.size_bytes else self.info(info.key)
+    def _relative(self, infos: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
+        return (replace(info, key=info.key[len(self._root) :]) for info in infos)
 
     def _delete_one(self, key: str) -> DeleteFailure | None:
         try:

@@ -11,14 +11,17 @@ from typing import Any, Final
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from remote_ckpt.errors import ConfigError, ForkedProcessError
+from remote_ckpt.errors import ConfigError, ForkedProcessError, MissingDependencyError
 from remote_ckpt.options import KiB, RetryOptions, TransferOptions
+from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.obstore_errors import redacted
+from remote_ckpt.store.obstore_listing import Lister, ObstoreLister
 from remote_ckpt.store.obstore_options import DriverSettings, plan_azure, plan_gcs, plan_s3
+from remote_ckpt.store.s3_listing import open_lister
 from remote_ckpt.url import Location
 
 _SLOWEST_BYTES_PER_SECOND: Final = 256 * KiB
-_BULK_RETRIES: Final = 3
+_PART_RETRIES: Final = 3
 _MOST_RETRY_SECONDS: Final = 180.0  # obstore repeats without signing anew: stay below S3's 5 minutes
 _DRIVERS: Final[dict[str, Callable[..., Any]]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
@@ -28,16 +31,22 @@ _runtime_pid: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Two clients of one bucket.
+    """What asks one bucket. Each request is sent once: who retries is RetryStore, in :mod:`.retry`.
 
     Args:
-        once: Sends each request once: who retries is :class:`~remote_ckpt.store.wrappers.RetryStore`.
-        bulk: Repeats a part of an upload a few times, since above it the whole object would be sent
-            anew, and gives bodies more time.
+        once: For small requests.
+        bodies: Gives bodies more time.
+        parts: As ``bodies``, but repeats a part of a multipart upload a few times, since above it the
+            whole object would be sent anew.
+        lister: Lists the bucket.
+        http: Sends what was signed here.
     """
 
     once: Any
-    bulk: Any
+    bodies: Any
+    parts: Any
+    lister: Lister
+    http: HttpClient
 
 
 def check_process(url: str) -> None:
@@ -72,16 +81,22 @@ def plan_settings(location: Location, storage_options: Mapping[str, Any]) -> Dri
 def open_clients(
     location: Location, settings: DriverSettings, *, retry: RetryOptions, transfer: TransferOptions
 ) -> Clients:
-    """Return the clients of a bucket; nothing is sent yet.
+    """Return the clients of a bucket; nothing is sent yet. No request outlasts ``retry.total_seconds``.
 
     Raises:
         ConfigError: obstore refuses the settings.
+        MissingDependencyError: S3: the credentials of a role are needed, and boto3 is not installed.
     """
+    once_seconds = min(retry.request_seconds, retry.total_seconds)
     body_seconds = transfer.part_bytes / _SLOWEST_BYTES_PER_SECOND
+    bodies_seconds = min(retry.request_seconds + body_seconds, retry.total_seconds)
+    http = HttpClient(
+        timeout_seconds=once_seconds, verify=settings.verify, client_options=settings.client_options
+    )
     make = _DRIVERS[location.scheme]
 
     def client(timeout_seconds: float, max_retries: int) -> Any:
-        http = {
+        options = {
             "timeout": timedelta(seconds=timeout_seconds),
             "connect_timeout": timedelta(seconds=retry.connect_seconds),
             **settings.client_options,
@@ -89,17 +104,29 @@ def open_clients(
         return make(
             location.bucket,
             config=dict(settings.config),
-            client_options=http,
+            client_options=options,
             retry_config=_retry_config(retry, max_retries),
             credential_provider=settings.provider,
         )
 
     try:
-        return Clients(
-            client(retry.request_seconds, 0), client(retry.request_seconds + body_seconds, _BULK_RETRIES)
-        )
+        once, bodies = client(once_seconds, 0), client(bodies_seconds, 0)
+        parts = client(bodies_seconds, _PART_RETRIES)
     except (BaseError, ValueError, TypeError) as error:
         raise ConfigError("obstore refused the settings of the store", url=location.url) from redacted(error)
+    return Clients(once, bodies, parts, _open_lister(location, settings, http, once), http)
+
+
+def _open_lister(location: Location, settings: DriverSettings, http: HttpClient, once: Any) -> Lister:
+    # Requests to S3's directory buckets are signed with the keys of a session that only obstore holds.
+    if location.scheme != "s3" or settings.config.get("s3_express"):
+        return ObstoreLister(once)
+    if settings.provider is None and not settings.config.get("skip_signature"):
+        raise MissingDependencyError(
+            "finding the credentials of a role needs boto3: pip install 'remote-ckpt[aws]'",
+            url=location.url,
+        )
+    return open_lister(location.bucket, settings, client=http, url=location.url)
 
 
 def _retry_config(retry: RetryOptions, max_retries: int) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from typing import Final
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 
-from remote_ckpt.errors import AccessDeniedError, ObjectExistsError, StoreError, StoreTimeoutError
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    ObjectExistsError,
+    RemoteCkptError,
+    StoreError,
+    StoreTimeoutError,
+)
 from remote_ckpt.store.http_errors import describe, error_type
 from remote_ckpt.url import redact_url
 
@@ -40,10 +46,10 @@ def code_of(error: BaseException) -> str | None:
     return (match[1] or match[2]) if match else None
 
 
-def translate(error: Exception, *, operation: str, url: str, key: str | None = None) -> StoreError:
+def translate(error: Exception, *, operation: str, url: str, key: str | None = None) -> RemoteCkptError:
     """Return our error for obstore's; the caller raises it ``from`` :func:`redacted`."""
     text, status, code = str(error), status_of(error), code_of(error)
-    kind = _kind(error, text, status, code, is_create=operation == "create")
+    kind = _kind(error, text, status, code, operation)
     detail = redact_url(_detail(kind, text, status))[:300]
     message = describe(kind, operation=operation, key=key, status=status, code=code, detail=detail)
     return kind(message, url=url, key=key, operation=operation)
@@ -56,8 +62,8 @@ def redacted(error: Exception) -> Exception:
 
 
 def _kind(
-    error: Exception, text: str, status: int | None, code: str | None, *, is_create: bool
-) -> type[StoreError]:
+    error: Exception, text: str, status: int | None, code: str | None, operation: str
+) -> type[RemoteCkptError]:
     if isinstance(error, AlreadyExistsError):
         return ObjectExistsError
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _is_without_credentials(text):
@@ -66,7 +72,7 @@ def _kind(
         return StoreTimeoutError
     if status is None and code is None and "HTTP error" not in text:
         return StoreError
-    return error_type(status, code, is_create=is_create)
+    return error_type(status, code, operation=operation)
 
 
 def _is_without_credentials(text: str) -> bool:
@@ -74,7 +80,7 @@ def _is_without_credentials(text: str) -> bool:
     return bool(_METADATA_SERVICE.search(text.partition("Debug source")[0]))
 
 
-def _detail(kind: type[StoreError], text: str, status: int | None) -> str:
+def _detail(kind: type[RemoteCkptError], text: str, status: int | None) -> str:
     if match := _MESSAGE.search(text):
         return match[1].strip()
     if status is not None:
