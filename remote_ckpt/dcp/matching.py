@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from remote_ckpt.dcp.nesting import ObjectPath, empty_dicts
-from remote_ckpt.errors import DtypeMismatchError, KeyMismatchError, MismatchError, ShapeMismatchError
+from remote_ckpt.dcp.nesting import ObjectPath, empty_dicts, require_paths
+from remote_ckpt.errors import (
+    CheckpointDamagedError,
+    DtypeMismatchError,
+    KeyMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+)
 
 SHOWN_COUNT = 10
 """Names that a message lists; the rest is only counted."""
@@ -94,6 +100,9 @@ def match_keys(
         metadata: Of the checkpoint.
         key_filter: Other names do not exist, on both sides.
         fixed: Beginnings of names whose containers keep their structure.
+
+    Raises:
+        CheckpointDamagedError: The checkpoint's paths into nested dicts and lists cannot be right.
     """
     saved = {name for name in metadata.state_dict_metadata if key_filter(name)}
     wanted = {name for name in values if key_filter(name)}
@@ -102,10 +111,21 @@ def match_keys(
     if match.missing and match.unexpected:
         _match_wrapped(match)
     if match.unexpected and metadata.planner_data:
-        saved_paths = {name: tuple(path) for name, path in metadata.planner_data.items()}
+        saved_paths = _saved_paths(metadata)
         _take_whole_containers(match, values, paths, nested, saved_paths, fixed)
         _take_whole_leaves(match, values, paths, metadata, saved_paths, fixed)
     return match
+
+
+def _saved_paths(metadata: Metadata) -> Mapping[str, ObjectPath]:
+    paths: Any = metadata.planner_data
+    try:
+        if not isinstance(paths, Mapping):
+            raise ValueError(f"a {type(paths).__name__} where paths belong")
+        require_paths(paths)
+    except ValueError as error:
+        raise CheckpointDamagedError(f"the checkpoint's structure cannot be used: {error}") from error
+    return paths
 
 
 def _match_wrapped(match: Match) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 ObjectPath = tuple[str | int, ...]
 """Keys of dicts (as str) and positions in lists, from the outside in; DCP's ``OBJ_PATH``."""
 
+_MAX_DEPTH = 256
+_MAX_GAPS = 4096
+"""Elements of a list that may have no path: empty dicts have none."""
+
 
 def empty_dicts(value: Any, path: ObjectPath = ()) -> Iterator[ObjectPath]:
     """Yield where empty dicts are below ``value``: DCP's flattening gives them no name."""
@@ -20,6 +24,32 @@ def empty_dicts(value: Any, path: ObjectPath = ()) -> Iterator[ObjectPath]:
     elif isinstance(value, list):
         for position, inner in enumerate(value):
             yield from empty_dicts(inner, (*path, position))
+
+
+def require_paths(paths: Mapping[Any, Any]) -> None:
+    """Check paths that somebody else wrote, before anything is put at them.
+
+    A position in a list is at most as large as the number of the paths that lead into that list allows:
+    otherwise one path of a few bytes could make a list of any length.
+
+    Raises:
+        ValueError: A name, path or part of a path is of the wrong type, or a position out of range.
+    """
+    positions: dict[ObjectPath, set[int]] = {}
+    for name, path in paths.items():
+        _require_path(name, path)
+        for depth, part in enumerate(path):
+            if type(part) is int:
+                positions.setdefault(path[:depth], set()).add(part)
+    for place, found in positions.items():
+        if min(found) < 0 or max(found) >= _MAX_GAPS + len(found):
+            raise ValueError(f"position {max(found)} in a list of {len(found)} elements: {place!r:.80}")
+
+
+def _require_path(name: Any, path: Any) -> None:
+    is_path = type(path) is tuple and 0 < len(path) <= _MAX_DEPTH
+    if type(name) is not str or not is_path or not all(type(part) in (str, int) for part in path):
+        raise ValueError(f"no path of keys and positions: {path!r:.80} for {name!r:.80}")
 
 
 def put_element(root: MutableMapping[str, Any], path: ObjectPath, value: Any) -> None:

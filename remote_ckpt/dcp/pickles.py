@@ -1,88 +1,40 @@
 """Pickles from a checkpoint, read without running code from it.
 
-torch's own ``weights_only`` unpickler allows tensors and plain containers. On top of it we allow what
-numpy needs to rebuild plain arrays (random states hold them). Stock ``.metadata`` files are read by
-an unpickler that knows just the classes that DCP writes there.
+torch's own ``weights_only`` unpickler allows tensors, plain containers and what the user added to its list.
+On top of it come plain numpy values (:mod:`remote_ckpt.dcp.numpy_values`): random states hold them. Stock
+``.metadata`` files are not unpickled at all (:mod:`remote_ckpt.dcp.stock_pickle`).
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
+import re
+import zipfile
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
-from remote_ckpt.errors import CheckpointDamagedError, UntrustedDataError
+from remote_ckpt.dcp.numpy_values import RefusedValueError, restore_numpy, with_stand_ins
+from remote_ckpt.dcp.stock_pickle import parse_stock_metadata
+from remote_ckpt.errors import CheckpointDamagedError, MissingDependencyError, UntrustedDataError
+from remote_ckpt.options import MiB
 
-_METADATA_GLOBALS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-    "builtins": {"set", "frozenset"},
-}
-"""Every class and function that torch 2.3 to 2.13 writes into a DCP ``.metadata`` file."""
+_TRIED_BYTES = 16 * MiB
+"""What is at most this large is loaded once more while it is saved, to see whether that needs trust."""
 
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_GLOBALS.get(module, ()):
-            return getattr(importlib.import_module(module), name)
-        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
-            return getattr(torch, name)
-        raise UntrustedDataError(
-            f"DCP metadata refers to {module}.{name}, which is not on the list of what such files hold; "
-            "it was not executed"
-        )
-
-
-def parse_stock_metadata(data: bytes, *, url: str, key: str) -> Metadata:
-    """Read a stock DCP ``.metadata`` file through an allow-list.
-
-    Raises:
-        UntrustedDataError: It refers to anything that such files do not hold; nothing was executed.
-        CheckpointDamagedError: It is no such file, or is cut.
-    """
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except UntrustedDataError as error:
-        raise UntrustedDataError(error.message, url=url, key=key, operation="read metadata") from None
-    except Exception as error:
-        raise CheckpointDamagedError(
-            f"cannot read DCP metadata: {type(error).__name__}: {error}", url=url, key=key
-        ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise CheckpointDamagedError("not a DCP metadata file", url=url, key=key)
-    return metadata
-
-
-def _numpy_globals() -> list[Any]:
-    try:
-        import numpy as np
-    except ImportError:  # pragma: no cover - numpy is optional for torch
-        return []
-    core = getattr(np, "_core", None) or np.core
-    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"}
-    return [core.multiarray._reconstruct, np.ndarray, np.dtype, core.multiarray.scalar, *dtypes]
+_REFUSALS = re.compile(
+    r"was not an allowed global|whose module \S+ is blocked|must be imported to load|Unsupported numpy value"
+    r"|Can only (create new object|build Tensor)|reduce for unrecognized function|persistent_load"
+)
+"""What torch says where a pickle is sound and asks for more than is allowed. All else is damage."""
+_NAMED = re.compile(r"GLOBAL (\S+) was not|module (\S+) is blocked|(Unsupported numpy value: .+)")
+_SAFE_PROTOCOL = 2
+"""torch's safe unpickler reads this one only, which is the one that ``torch.save`` writes."""
 
 
 def load_pickle(data: io.BytesIO | memoryview | bytes, *, is_trusted: bool, what: str) -> Any:
-    """Load a ``torch.save`` archive without running code from it, unless it is trusted.
+    """Load a ``torch.save`` archive without running code from it, unless it is trusted. Any thread.
 
     Args:
         data: The archive's bytes.
@@ -91,36 +43,107 @@ def load_pickle(data: io.BytesIO | memoryview | bytes, *, is_trusted: bool, what
 
     Raises:
         UntrustedDataError: It needs a class that is not allowed; the message names it.
-        CheckpointDamagedError: It is no such archive.
+        CheckpointDamagedError: It is no such archive, or is damaged.
+        MissingDependencyError: It is trusted, and a module that it needs is not installed.
     """
     stream = data if isinstance(data, io.BytesIO) else io.BytesIO(data)
-    try:
-        with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(stream, map_location="cpu", weights_only=not is_trusted)
-    except pickle.UnpicklingError as error:
-        stream.seek(0)
-        raise UntrustedDataError(
-            f"{what} holds Python objects that are not loaded from an untrusted checkpoint"
-            f"{_named(unsafe_globals(stream))}: pass trusted=True if you trust whoever wrote it"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointDamagedError(f"{what} cannot be read: {error}") from error
-
-
-def unsafe_globals(stream: io.BytesIO) -> list[str]:
-    """Return names of classes in a ``torch.save`` archive that safe loading refuses, sorted."""
     stream.seek(0)
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-    except Exception:  # the archive is damaged or hostile: the load itself says so
-        return []
+        return _load_trusted(stream, what) if is_trusted else _load_safely(stream)
+    except (MemoryError, MissingDependencyError):
+        raise
+    except RecursionError as error:
+        raise CheckpointDamagedError(f"{what} cannot be read: it is nested too deeply") from error
+    except Exception as error:  # torch raises whatever its parsing of damaged bytes comes upon
+        if not is_trusted and _is_refusal(error, stream):
+            raise UntrustedDataError(
+                f"{what} holds Python objects that are not loaded from an untrusted checkpoint"
+                f"{_named(error)}: pass trusted=True if you trust whoever wrote it"
+            ) from error
+        raise CheckpointDamagedError(f"{what} cannot be read: {_first_line(error)}") from error
+
+
+def _load_trusted(stream: io.BytesIO, what: str) -> Any:
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=False)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"{what} needs a module that is not installed: {error.name}") from error
+
+
+def _load_safely(stream: io.BytesIO) -> Any:
+    renamed = with_stand_ins(stream)
+    stream.seek(0)
+    value = torch.load(renamed or stream, map_location="cpu", weights_only=True)
+    return value if renamed is None else restore_numpy(value)
+
+
+def _is_refusal(error: Exception, stream: io.BytesIO) -> bool:
+    """Whether a sound archive asks for more than is allowed, rather than being damaged."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return False
+    program = _program(stream)
+    if program is None:
+        return False
+    return bool(_REFUSALS.search(str(error))) or program[1:2] > bytes([_SAFE_PROTOCOL])
+
+
+def _program(stream: io.BytesIO) -> bytes | None:
+    """Return the archive's pickle; None if a checksum says that it is damaged."""
+    stream.seek(0)
+    if not zipfile.is_zipfile(stream):
+        stream.seek(0)
+        return stream.read(2)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return archive.read(name)
+    except (zipfile.BadZipFile, StopIteration, EOFError, ValueError, NotImplementedError):
+        return None
+
+
+def needs_trust(stream: io.BytesIO) -> tuple[str, ...]:
+    """Return why safe loading will refuse a ``torch.save`` archive: names of classes; empty if it will not.
+
+    Args:
+        stream: The archive. Above 16 MiB only the classes that it refers to are looked at.
+    """
+    try:
+        if stream.getbuffer().nbytes > _TRIED_BYTES:
+            return _foreign_globals(stream)
+        load_pickle(stream, is_trusted=False, what="it")
+    except UntrustedDataError as error:
+        return (_reason(error.__cause__) or "an unknown kind of object",)
+    except CheckpointDamagedError:
+        return ("bytes that are no torch.save archive",)
     finally:
         stream.seek(0)
+    return ()
 
 
-def _named(names: list[str]) -> str:
-    return f" ({', '.join(names)})" if names else ""
+def _foreign_globals(stream: io.BytesIO) -> tuple[str, ...]:
+    stream.seek(0)
+    try:
+        archive = with_stand_ins(stream) or stream
+        archive.seek(0)
+        return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive)))
+    except (pickle.UnpicklingError, ValueError, RuntimeError, zipfile.BadZipFile):
+        return ("bytes that are no torch.save archive",)
 
 
-__all__ = ["load_pickle", "parse_stock_metadata", "unsafe_globals"]
+def _named(error: Exception) -> str:
+    reason = _reason(error)
+    return f" ({reason})" if reason else ""
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """Return the class, or the kind of value, that torch's message names."""
+    found = _NAMED.search(str(error))
+    return None if found is None else next(group for group in found.groups() if group)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"
+
+
+__all__ = ["RefusedValueError", "load_pickle", "needs_trust", "parse_stock_metadata"]
