@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from remote_ckpt.errors import IntegrityError
-from remote_ckpt.options import MiB
+from remote_ckpt.options import KiB, MiB
 from remote_ckpt.store.base import Buffer, ChunkSource
 
 MAX_PARTS: Final = 9_500
 """Most parts of one upload that we plan: S3 refuses the 10,001st, after all others were sent."""
+
+SLOWEST_BYTES_PER_SECOND: Final = 256 * KiB
+"""The slowest transfer of a body that is waited for."""
 
 
 def plan_part_bytes(size_bytes: int, part_bytes: int) -> int:

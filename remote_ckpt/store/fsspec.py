@@ -93,7 +93,8 @@ def open_fsspec_store(
     if location.scheme == "s3":
         from remote_ckpt.store.fsspec_s3 import S3fsStore, plan_s3fs_options
 
-        return S3fsStore(location, _open_file_system(location, plan_s3fs_options(given, retry)), transfer)
+        file_system = _open_file_system(location, plan_s3fs_options(given, retry))
+        return S3fsStore(location, file_system, transfer, retry)
     if location.scheme in _BUCKETS:
         given.setdefault("use_listings_cache", False)
     return FsspecStore(location, _open_file_system(location, given), transfer)

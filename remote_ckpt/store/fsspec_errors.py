@@ -6,6 +6,7 @@ where there was one, is found along the chain of causes.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Iterator
 from typing import Any, Final
@@ -32,6 +33,7 @@ _BUILT_IN: Final[tuple[tuple[type[Exception], type[StoreError]], ...]] = (
     (FileExistsError, ObjectExistsError),
     (PermissionError, AccessDeniedError),
     (TimeoutError, StoreTimeoutError),
+    (asyncio.TimeoutError, StoreTimeoutError),  # another class before Python 3.11
     (OSError, StoreUnavailableError),
 )
 

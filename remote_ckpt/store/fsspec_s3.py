@@ -7,6 +7,7 @@ up in parallel and are aborted on any failure, and answers are read whole.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from remote_ckpt.store.base import (
     sorted_infos,
 )
 from remote_ckpt.store.boto_errors import translate_answer
-from remote_ckpt.store.chunks import CheckedChunks, cut_parts, plan_part_bytes
+from remote_ckpt.store.chunks import SLOWEST_BYTES_PER_SECOND, CheckedChunks, cut_parts, plan_part_bytes
 from remote_ckpt.store.fsspec import FsspecStore
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.http_clock import read_date
@@ -67,11 +68,15 @@ def _checksum_settings(given: Mapping[str, Any]) -> dict[str, str]:
 class S3fsStore(FsspecStore):
     """One prefix of a bucket, through s3fs. Made by :func:`~remote_ckpt.store.fsspec.open_fsspec_store`."""
 
-    def __init__(self, location: Location, file_system: Any, transfer: TransferOptions) -> None:
+    def __init__(
+        self, location: Location, file_system: Any, transfer: TransferOptions, retry: RetryOptions
+    ) -> None:
         super().__init__(location, file_system, transfer)
         file_system.retries = 1  # s3fs repeats what botocore gave up
+        self._request_seconds = retry.request_seconds
+        self._total_seconds = retry.total_seconds
         self._http = HttpClient(
-            timeout_seconds=file_system.config_kwargs["read_timeout"],
+            timeout_seconds=min(retry.request_seconds, retry.total_seconds),
             verify=file_system.client_kwargs.get("verify"),
         )
 
@@ -144,7 +149,7 @@ class S3fsStore(FsspecStore):
         return sync(self._fs.loop, self._get, Key=self._in_bucket(path), **span)
 
     async def _get(self, **arguments: Any) -> object:
-        answer = await self._fs._call_s3("get_object", Bucket=self._location.bucket, **arguments)
+        answer = await self._send("get_object", arguments)
         async with answer["Body"] as body:
             return await body.read()
 
@@ -153,8 +158,16 @@ class S3fsStore(FsspecStore):
         self._call("put_object", Key=self._in_bucket(path), Body=data, **condition)
 
     def _call(self, method: str, **arguments: Any) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=self._location.bucket, **arguments)
+        answer: Mapping[str, Any] = sync(self._fs.loop, self._send, method, arguments)
         return answer
+
+    async def _send(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Send one request; returns once its answer's head is there."""
+        # aiohttp's time-outs do not cover its wait for "100 Continue", which a silent server never sends.
+        body_seconds = len(arguments.get("Body", b"")) / SLOWEST_BYTES_PER_SECOND
+        seconds = min(self._request_seconds + body_seconds, self._total_seconds)
+        sent = self._fs._call_s3(method, Bucket=self._location.bucket, **arguments)
+        return await asyncio.wait_for(sent, seconds)
 
     def _path_in_bucket(self, key: str) -> str:
         return self._root[len(self._location.bucket) + 1 :] + key

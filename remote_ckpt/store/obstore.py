@@ -24,6 +24,7 @@ from typing import Any
 import obstore
 
 from remote_ckpt.errors import (
+    AccessDeniedError,
     BucketNotFoundError,
     ConfigError,
     IntegrityError,
@@ -202,9 +203,17 @@ class ObstoreStore:
                 obstore.delete(clients.once, [*paths.values()])
         except (BucketNotFoundError, StoreUnavailableError):
             raise
-        except StoreError:
+        except StoreError as error:
+            if self._is_of_the_batch(error):
+                return [DeleteFailure(key, error) for key in paths]
             return [failure for key in paths if (failure := self._delete_one(key)) is not None]
         return ()
+
+    def _is_of_the_batch(self, error: StoreError) -> bool:
+        """Whether a refusal is one of S3's for all keys: those of single keys come in a successful answer."""
+        is_batch = self._location.scheme == "s3" and not self._settings.config.get("disable_bulk_delete")
+        is_whole = error.__cause__ is not None and status_of(error.__cause__) is not None
+        return is_batch and is_whole and isinstance(error, AccessDeniedError)
 
     def copy(self, source: str, target: str) -> None:
         """See :meth:`Store.copy`; above 5 GiB S3 needs boto3."""

@@ -12,7 +12,8 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from remote_ckpt.errors import ConfigError, ForkedProcessError, MissingDependencyError
-from remote_ckpt.options import KiB, RetryOptions, TransferOptions
+from remote_ckpt.options import RetryOptions, TransferOptions
+from remote_ckpt.store.chunks import SLOWEST_BYTES_PER_SECOND
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.obstore_errors import redacted
 from remote_ckpt.store.obstore_listing import Lister, ObstoreLister
@@ -20,7 +21,6 @@ from remote_ckpt.store.obstore_options import DriverSettings, plan_azure, plan_g
 from remote_ckpt.store.s3_listing import open_lister
 from remote_ckpt.url import Location
 
-_SLOWEST_BYTES_PER_SECOND: Final = 256 * KiB
 _PART_RETRIES: Final = 3
 _MOST_RETRY_SECONDS: Final = 180.0  # obstore repeats without signing anew: stay below S3's 5 minutes
 _DRIVERS: Final[dict[str, Callable[..., Any]]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
@@ -88,7 +88,7 @@ def open_clients(
         MissingDependencyError: S3: the credentials of a role are needed, and boto3 is not installed.
     """
     once_seconds = min(retry.request_seconds, retry.total_seconds)
-    body_seconds = transfer.part_bytes / _SLOWEST_BYTES_PER_SECOND
+    body_seconds = transfer.part_bytes / SLOWEST_BYTES_PER_SECOND
     bodies_seconds = min(retry.request_seconds + body_seconds, retry.total_seconds)
     http = HttpClient(
         timeout_seconds=once_seconds, verify=settings.verify, client_options=settings.client_options

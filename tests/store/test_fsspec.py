@@ -64,7 +64,8 @@ def open_shared(fresh_root: FreshRoot) -> OpenShared:
         if server.endpoint_url not in made:
             options = plan_s3fs_options(server.storage_options(), RetryOptions())
             made[server.endpoint_url] = fsspec.filesystem("s3", skip_instance_cache=True, **options)
-        return S3fsStore(parse_location(fresh_root(server)), made[server.endpoint_url], TransferOptions())
+        location = parse_location(fresh_root(server))
+        return S3fsStore(location, made[server.endpoint_url], TransferOptions(), RetryOptions())
 
     return open_root
 
@@ -224,8 +225,7 @@ class TestS3fsTraps:
     def test_a_refused_connection_is_unavailable(self) -> None:
         (port,) = free_ports(1)
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{port}"}
-        once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
-        store = open_fsspec_store(parse_location("s3://bucket/run"), storage_options={**options, **once})
+        store = open_fsspec_store(parse_location("s3://bucket/run"), storage_options=options)
         for verb in ("create", "list", "info"):
             with pytest.raises(StoreUnavailableError):
                 VERBS[verb](store)
@@ -245,11 +245,12 @@ class TestS3fsTraps:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
-    def test_the_users_options_win_and_caches_are_off(self) -> None:
-        given = {"endpoint_url": "http://localhost", "config_kwargs": {"read_timeout": 7}}
+    def test_the_users_options_win_but_caches_and_retries_are_off(self) -> None:
+        given = {"endpoint_url": "http://localhost", "config_kwargs": {"read_timeout": 7, "retries": {}}}
         planned = plan_s3fs_options(given, RetryOptions(connect_seconds=2.0))
         assert planned["use_listings_cache"] is False
         assert planned["config_kwargs"]["read_timeout"] == 7
+        assert planned["config_kwargs"]["retries"]["total_max_attempts"] == 1
         assert planned["config_kwargs"]["connect_timeout"] == 2.0
         assert planned["config_kwargs"]["request_checksum_calculation"] == "when_required"
 

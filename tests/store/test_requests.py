@@ -1,0 +1,151 @@
+"""How many requests an operation sends, how long one may take, and what a refusal of all of them means."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    UnsupportedStoreError,
+)
+from remote_ckpt.options import MiB, Options, RetryOptions
+from remote_ckpt.store import open_store
+from remote_ckpt.store.base import Store
+from remote_ckpt.testing.proxy import FaultProxy, Reply
+
+ONCE = Options(retry=RetryOptions(max_attempts=1))
+URL = "s3://bucket/run"
+
+VERBS: dict[str, Callable[[Store], object]] = {
+    "read": lambda store: store.read("k"),
+    "read_range": lambda store: store.read_range("k", 0, 1),
+    "write": lambda store: store.write("k", b"1"),
+    "create": lambda store: store.create("k", b"1"),
+    "write_stream": lambda store: stream(store, 6 * MiB),
+    "info": lambda store: store.info("k"),
+    "list": lambda store: store.list(),
+    "list_children": lambda store: store.list_children(),
+    "copy": lambda store: store.copy("k", "l"),
+    "delete": lambda store: store.delete(["k"]),
+    "clock": lambda store: store.clock(),
+}
+
+
+def stream(store: Store, size_bytes: int) -> None:
+    source = [bytes(MiB)] * (size_bytes // MiB)
+    store.write_stream("k", lambda: iter(source), size_bytes=size_bytes, part_bytes=8 * MiB, concurrency=2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultProxy]:
+    """A server whose every answer a test decides."""
+    with FaultProxy() as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=[None, "fsspec"], ids=["obstore", "s3fs"])
+def store(request: pytest.FixtureRequest, server: FaultProxy) -> Store:
+    """A store that never retries."""
+    given = {"key": "k", "secret": "s", "endpoint_url": server.endpoint_url}
+    return open_store(URL, storage_options=given, transport=request.param, options=ONCE)
+
+
+def answer(server: FaultProxy, reply: Reply) -> None:
+    server.requests.clear()
+    server.rule = lambda request: reply
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError")])
+def test_one_attempt_is_one_request(
+    store: Store, server: FaultProxy, verb: str, status: int, code: str
+) -> None:
+    answer(server, Reply(status, code=code))
+    with pytest.raises(StoreUnavailableError):
+        VERBS[verb](store)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("transport", [None, "fsspec"])
+def test_the_number_of_attempts_is_the_number_of_requests(server: FaultProxy, transport: str | None) -> None:
+    given = {"key": "k", "secret": "s", "endpoint_url": server.endpoint_url}
+    thrice = Options(retry=RetryOptions(max_attempts=3, initial_seconds=0.0))
+    store = open_store(URL, storage_options=given, transport=transport, options=thrice)
+    answer(server, Reply(503, code="SlowDown"))
+    for verb, count in (("read", 3), ("list", 3), ("write", 3), ("create", 1)):
+        server.requests.clear()
+        with pytest.raises(StoreUnavailableError):
+            VERBS[verb](store)
+        assert (verb, len(server.requests)) == (verb, count)
+
+
+@pytest.mark.parametrize("verb", ["read", "read_range", "list", "list_children", "info"])
+def test_an_expired_token_is_named_by_every_read(store: Store, server: FaultProxy, verb: str) -> None:
+    answer(server, Reply(400, code="ExpiredToken"))
+    with pytest.raises(AccessDeniedError, match="log in again"):
+        VERBS[verb](store)
+
+
+@pytest.mark.timeout(30)  # far above the deadline, far below the default of one request
+@pytest.mark.parametrize("transport", [None, "fsspec"])
+def test_no_request_outlasts_the_deadline_of_its_operation(transport: str | None) -> None:
+    hurried = Options(retry=RetryOptions(max_attempts=2, initial_seconds=0.0, total_seconds=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        given = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        store = open_store(URL, storage_options=given, transport=transport, options=hurried)
+        for verb in VERBS.values():
+            with pytest.raises(StoreTimeoutError):
+                verb(store)
+
+
+def test_a_refused_batch_of_deletions_is_not_tried_key_by_key(store: Store, server: FaultProxy) -> None:
+    answer(server, Reply(400, code="ExpiredToken"))
+    keys = [f"{number}" for number in range(50)]
+    try:
+        failures = store.delete(keys)
+    except AccessDeniedError:
+        failures = []
+    else:
+        assert [failure.key for failure in failures] == keys
+        assert {type(failure.error) for failure in failures} == {AccessDeniedError}
+    assert len(server.requests) == 1
+
+
+def test_a_store_that_knows_no_condition_is_unsupported(store: Store, server: FaultProxy) -> None:
+    answer(server, Reply(501, code="NotImplemented"))
+    with pytest.raises(UnsupportedStoreError, match="501 NotImplemented"):
+        store.create("k", b"1")
+    with pytest.raises(StoreError, match="501 NotImplemented") as caught:
+        store.write("k", b"1")
+    assert not isinstance(caught.value, StoreUnavailableError)
+
+
+def test_a_part_of_a_large_upload_is_sent_again(store: Store, server: FaultProxy) -> None:
+    tries = itertools.count(1)
+
+    def rule(request: Any) -> Reply:
+        if request.method == "POST" and "uploads" in request.path:
+            return Reply(200, UPLOAD.encode())
+        if request.method == "PUT" and "partNumber=1" in request.path and next(tries) == 1:
+            return Reply(503, code="SlowDown")
+        return Reply(200, COMPLETED.encode(), headers={"etag": '"e"'})
+
+    server.requests.clear()
+    server.rule = rule
+    stream(store, 12 * MiB)
+    parts = [request.path.count("partNumber=1") for request in server.requests]
+    assert sum(parts) == 2
+
+
+UPLOAD = """<?xml version="1.0"?><InitiateMultipartUploadResult><Bucket>bucket</Bucket><Key>run/k</Key>
+<UploadId>u</UploadId></InitiateMultipartUploadResult>"""
+COMPLETED = """<?xml version="1.0"?><CompleteMultipartUploadResult><Location>l</Location>
+<Bucket>bucket</Bucket><Key>run/k</Key><ETag>"e"</ETag></CompleteMultipartUploadResult>"""
