@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from remote_ckpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
+    StoreError,
     StoreUnavailableError,
     UnsupportedStoreError,
 )
@@ -21,14 +22,16 @@ from remote_ckpt.keys import new_token
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
 from remote_ckpt.store.base import CreateOnly, Store
+from remote_ckpt.store.single_writer import may_refuse_condition
 
 _RACERS = 8
 _MAX_ROUNDS = 3
 _proven: set[tuple[int, str]] = set()
+"""Processes and :attr:`Store.identity` of what passed. URLs would not do: endpoints share bucket names."""
 
 
 def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> None:
-    """Make sure that the store honours create-only; tried once per process and store URL.
+    """Make sure that the store honours create-only; tried once per process and store.
 
     Writes and removes two small objects ``.probe-...`` right below the store's root, unless the driver
     is known to be atomic.
@@ -38,11 +41,11 @@ def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> No
         StoreError: The store failed, so that nothing was found out.
     """
     create_only = store.capabilities.create_only
-    if create_only is CreateOnly.ATOMIC or (os.getpid(), store.url) in _proven:
+    if create_only is CreateOnly.ATOMIC or (os.getpid(), store.identity) in _proven:
         return
     reason = "its driver has none" if create_only is CreateOnly.NONE else _find_fault(store)
     if reason is None:
-        _proven.add((os.getpid(), store.url))
+        _proven.add((os.getpid(), store.identity))
     elif options.commit.accept_single_writer:
         logger.warning(
             "%s does not create objects only if absent (%s): two jobs that save the same checkpoint at the "
@@ -62,13 +65,16 @@ def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> No
 def _find_fault(store: Store) -> str | None:
     keys = [f".probe-{new_token()}" for _ in range(1 + _MAX_ROUNDS)]
     try:
-        fault = _try_twice(store, keys[0])
+        fault = _try_twice(store, keys[0]) or _refused(store)
         for key in keys[1:]:
             if fault is None and (done := _try_race(store, key)) is not None:
                 return done or None
         return fault or _undecided(store)
-    except UnsupportedStoreError as error:
-        return str(error)
+    except (UnsupportedStoreError, StoreError) as error:
+        if not may_refuse_condition(error):
+            raise
+        store.write(keys[0], b"plain")  # where this fails too, it was not the condition
+        return f"it refuses the condition: {error}"
     finally:
         for failure in store.delete(keys):
             logger.warning("%s: cannot remove the probe %s: %s", store.url, failure.key, failure.error)
@@ -84,6 +90,12 @@ def _try_twice(store: Store, key: str) -> str | None:
         if content == b"second":
             return "a second write replaced the first"
     return None if store.read(key) == b"first" else "a refused write took effect"
+
+
+def _refused(store: Store) -> str | None:
+    """Return what is wrong if the first creates went without the condition, as a single writer accepts."""
+    is_missing = store.capabilities.create_only is CreateOnly.NONE
+    return "it refuses the condition" if is_missing else None
 
 
 def _try_race(store: Store, key: str) -> str | None:

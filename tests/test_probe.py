@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from remote_ckpt import probe
-from remote_ckpt.errors import ObjectExistsError, StoreUnavailableError, UnsupportedStoreError
+from remote_ckpt.errors import ObjectExistsError, StoreError, StoreUnavailableError, UnsupportedStoreError
 from remote_ckpt.options import CommitOptions, Options
 from remote_ckpt.probe import probe_create_only
+from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Buffer, CreateOnly, Store, StoreCapabilities
 from remote_ckpt.store.memory import MemoryStore
+from remote_ckpt.store.single_writer import SingleWriterStore
 from remote_ckpt.store.wrappers import DelegatingStore
-from remote_ckpt.testing.faults import FaultStore
+from remote_ckpt.testing.faults import FaultStore, StoreCall
+from remote_ckpt.testing.proxy import FaultProxy, Reply
+from remote_ckpt.testing.servers import LocalServer
 
 ACCEPTING = Options(commit=CommitOptions(accept_single_writer=True))
 
@@ -76,6 +80,13 @@ class Refusing(Declared):
         raise UnsupportedStoreError("501 NotImplemented")
 
 
+class RefusingAll(Declared):
+    """Refuses the condition as it refuses any other mistake (400 InvalidArgument)."""
+
+    def create(self, key: str, data: Buffer) -> None:
+        raise StoreError("400 InvalidArgument")
+
+
 class Without(Declared):
     create_only = CreateOnly.NONE
 
@@ -113,7 +124,8 @@ def test_a_driver_known_to_be_atomic_is_not_tried() -> None:
     [
         (Ignoring, "a second write replaced the first"),
         (Racy, "8 of 8 writes at the same time were accepted"),
-        (Refusing, "501 NotImplemented"),
+        (Refusing, "refuses the condition: 501 NotImplemented"),
+        (RefusingAll, "refuses the condition: 400 InvalidArgument"),
         (Without, "its driver has none"),
     ],
 )
@@ -124,7 +136,7 @@ def test_h14_a_store_without_it_is_refused_with_the_reason(kind: type[Declared],
     assert memory.list() == []
 
 
-@pytest.mark.parametrize("kind", [Ignoring, Racy, Refusing, Without])
+@pytest.mark.parametrize("kind", [Ignoring, Racy, Refusing, RefusingAll, Without])
 def test_a_single_writer_may_accept_it_and_is_warned_each_time(
     kind: type[Declared], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,3 +166,92 @@ def test_a_failing_store_finds_nothing_out_and_is_asked_again() -> None:
         probe_create_only(FaultStore(Declared(memory), before=fail))
     probe_create_only(Declared(memory))
     assert memory.list() == []
+
+
+@pytest.mark.parametrize("kind", [Refusing, RefusingAll])
+def test_a_single_writer_creates_where_the_condition_is_refused_and_is_warned(
+    kind: type[Declared], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SingleWriterStore(kind(MemoryStore.fresh()))
+    probe_create_only(store, options=ACCEPTING)
+    assert "it refuses the condition" in caplog.text
+    assert probe._proven == set()
+    store.scope("1").create("k", b"1")
+    with pytest.raises(ObjectExistsError):
+        store.scope("1").create("k", b"2")
+    assert store.read("1/k") == b"1"
+
+
+def test_where_a_plain_write_fails_too_it_was_not_the_condition() -> None:
+    def fail(call: StoreCall) -> None:
+        if call.operation == "write":
+            raise StoreError("400 KeyTooLongError")
+
+    with pytest.raises(StoreError, match="KeyTooLong"):
+        probe_create_only(FaultStore(RefusingAll(MemoryStore.fresh()), before=fail))
+
+
+class Renamed(Declared):
+    """Another store behind the same URL: an endpoint is no part of it."""
+
+    @property
+    def identity(self) -> str:
+        return "another endpoint"
+
+
+def test_what_one_endpoint_proved_says_nothing_of_another_with_the_same_url() -> None:
+    memory = MemoryStore.fresh()
+    probe_create_only(Declared(memory))
+    counted = FaultStore(Renamed(memory))
+    probe_create_only(counted)
+    assert len(counted.calls) >= 2 + 8
+
+
+def test_what_a_bucket_proved_holds_for_all_of_its_prefixes() -> None:
+    counted = FaultStore(Declared(MemoryStore.fresh()))
+    probe_create_only(counted.scope("a"))
+    count = len(counted.calls)
+    probe_create_only(counted.scope("b"))
+    assert len(counted.calls) == count
+
+
+@pytest.mark.parametrize("transport", [None, "fsspec"])
+@pytest.mark.parametrize("reply", [Reply(501, code="NotImplemented"), Reply(400, code="InvalidArgument")])
+def test_a_server_that_refuses_the_condition_serves_a_single_writer_only(
+    ministack: LocalServer, fresh_root: Callable[[LocalServer], str], transport: str | None, reply: Reply
+) -> None:
+    with FaultProxy(ministack.endpoint_url) as proxy:
+        proxy.rule = lambda request: reply if "if-none-match" in request.headers else None
+        given = {**ministack.storage_options(), "endpoint_url": proxy.endpoint_url}
+        url = fresh_root(ministack)
+        with pytest.raises(UnsupportedStoreError, match="it refuses the condition"):
+            probe_create_only(open_store(url, storage_options=given, transport=transport))
+        store = open_store(url, storage_options=given, transport=transport, options=ACCEPTING)
+        probe_create_only(store, options=ACCEPTING)
+        store.scope("1").create("manifest", b"1")
+        assert [info.key for info in store.list()] == ["1/manifest"]
+
+
+@pytest.mark.parametrize("transport", [None, "fsspec"])
+def test_a_store_that_ignores_the_condition_is_found_after_one_of_the_same_url_passed(
+    ministack: LocalServer, rclone: LocalServer, transport: str | None
+) -> None:
+    bucket = f"same-{transport}".lower()
+    for server in (ministack, rclone):
+        server.create_bucket(bucket)
+    url = f"s3://{bucket}/run"
+    probe_create_only(open_store(url, storage_options=ministack.storage_options(), transport=transport))
+    with pytest.raises(UnsupportedStoreError):
+        probe_create_only(open_store(url, storage_options=rclone.storage_options(), transport=transport))
+
+
+@pytest.mark.parametrize("transport", [None, "fsspec"])
+def test_the_identity_of_a_store_names_its_endpoint_and_no_secret(transport: str | None) -> None:
+    given = {"key": "k", "secret": "s3cret", "endpoint_url": "http://localhost:1"}
+    root = open_store("s3://bucket/run", storage_options=given, transport=transport)
+    assert "http://localhost:1" in root.identity
+    assert "bucket" in root.identity
+    assert "s3cret" not in root.identity
+    other = {**given, "endpoint_url": "http://localhost:2"}
+    assert open_store("s3://bucket/run", storage_options=other, transport=transport).identity != root.identity
+    assert root.scope("1").identity == root.identity

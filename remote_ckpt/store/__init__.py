@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from remote_ckpt.errors import ConfigError
 from remote_ckpt.options import Options
-from remote_ckpt.store.base import Store
+from remote_ckpt.store.base import CreateOnly, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.meter import MeteredStore, StoreMeter
 from remote_ckpt.store.retry import RetryStore
+from remote_ckpt.store.single_writer import SingleWriterStore
 from remote_ckpt.store.wrappers import PrefixStore
 from remote_ckpt.url import Location, parse_location
 
@@ -40,7 +41,7 @@ def open_store(
             they win over those that a ``UPath`` carries. Without meaning for local paths.
         transport: ``"obstore"`` or ``"fsspec"``. None: obstore for S3, GCS and Azure, our own drivers
             for local paths and memory, fsspec for all else.
-        options: Retries and transfer sizes.
+        options: Retries, transfer sizes, and whether a store without create-only is accepted.
 
     Raises:
         UrlError: The location cannot be used.
@@ -50,6 +51,8 @@ def open_store(
     where = location if isinstance(location, Location) else parse_location(location)
     meter = StoreMeter()
     driver = _open_driver(where, {**where.options, **(storage_options or {})}, transport, options)
+    if options.commit.accept_single_writer and driver.capabilities.create_only is not CreateOnly.ATOMIC:
+        driver = SingleWriterStore(driver)
     return MeteredStore(RetryStore(driver, options.retry, meter=meter), meter)
 
 

@@ -103,6 +103,14 @@ class Store(Protocol):
         ...
 
     @property
+    def identity(self) -> str:
+        """What tells stores apart that may share a URL: driver, endpoint and bucket, or the real path.
+
+        The same for all prefixes of a bucket. Without secrets.
+        """
+        ...
+
+    @property
     def capabilities(self) -> StoreCapabilities:
         """What this store can do."""
         ...

@@ -12,6 +12,7 @@ What fsspec does that this adapter avoids, each found by trying (fsspec and s3fs
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import threading
@@ -26,7 +27,6 @@ from remote_ckpt.errors import (
     ForkedProcessError,
     IntegrityError,
     MissingDependencyError,
-    ObjectExistsError,
     ObjectNotFoundError,
     RemoteCkptError,
     StoreError,
@@ -135,6 +135,13 @@ class FsspecStore:
         return self._location.url
 
     @property
+    def identity(self) -> str:
+        """See :attr:`Store.identity`; of the options only a digest tells them apart."""
+        token = getattr(self._fs, "_fs_token", "")
+        digest = hashlib.sha256(str(token).encode()).hexdigest()
+        return f"fsspec {self._location.scheme}://{self._location.bucket} {digest}"
+
+    @property
     def capabilities(self) -> StoreCapabilities:
         """Create-only is trusted where it is known to be more than a check before a write."""
         return StoreCapabilities(
@@ -173,12 +180,16 @@ class FsspecStore:
     def create(self, key: str, data: Buffer) -> None:
         """See :meth:`Store.create`.
 
-        Where create-only is ``NONE`` this looks first and then writes, which keeps no two writers apart:
-        such a store is only used by who accepts that.
+        Raises:
+            UnsupportedStoreError: Create-only is ``NONE``: this file system would look, then write.
         """
         if self.capabilities.create_only is CreateOnly.NONE:
-            self._create_unsafely(key, data)
-            return
+            raise UnsupportedStoreError(
+                f"{self._location.scheme}:// cannot create an object only if it is absent",
+                url=self.url,
+                key=key,
+                operation="create",
+            )
         with self._request("create", key) as (_, path), self._exclusively():
             self._make_parent(path)
             self._put(path, _not_empty(data), is_create=True)
@@ -335,12 +346,6 @@ class FsspecStore:
     def _make_parent(self, path: str) -> None:
         if self._location.scheme not in _BUCKETS:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-    def _create_unsafely(self, key: str, data: Buffer) -> None:
-        with contextlib.suppress(ObjectNotFoundError):
-            self.info(key)
-            raise ObjectExistsError("the object exists", url=self.url, key=key, operation="create")
-        self.write(key, data)
 
     def _exclusively(self) -> contextlib.AbstractContextManager[object]:
         # The memory file system looks, then stores: one lock makes the two one step in this process.

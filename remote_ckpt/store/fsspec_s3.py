@@ -35,7 +35,7 @@ from remote_ckpt.store.fsspec import FsspecStore
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.http_errors import no_listing_message
-from remote_ckpt.url import Location
+from remote_ckpt.url import Location, redact_url
 
 _log = logging.getLogger("remote_ckpt")
 
@@ -79,6 +79,12 @@ class S3fsStore(FsspecStore):
             timeout_seconds=min(retry.request_seconds, retry.total_seconds),
             verify=file_system.client_kwargs.get("verify"),
         )
+
+    @property
+    def identity(self) -> str:
+        """See :attr:`Store.identity`."""
+        with self._request("identity") as (fs, _):
+            return f"s3fs {redact_url(str(fs.s3.meta.endpoint_url))} {self._location.bucket}"
 
     def write_stream(
         self,

@@ -65,6 +65,11 @@ class LocalStore:
         return self._folder.path
 
     @property
+    def identity(self) -> str:
+        """The directory's real path."""
+        return f"local {os.path.realpath(self._folder.path)}"
+
+    @property
     def capabilities(self) -> StoreCapabilities:
         """Create-only is atomic (``link``); a copy is a hard link."""
         return StoreCapabilities(create_only=CreateOnly.ATOMIC, server_side_copy=True, has_folders=True)
@@ -84,8 +89,14 @@ class LocalStore:
         """See :meth:`Store.read_range`."""
         if length_bytes < 1:
             raise ConfigError(f"a range has at least one byte, not {length_bytes}", url=self.url, key=key)
-        data = bytearray(length_bytes)
-        self.read_range_into(key, offset_bytes, memoryview(data))
+        if offset_bytes < 0:
+            raise ConfigError(f"an offset is not negative: {offset_bytes}", url=self.url, key=key)
+        with self._opened_file("read_range", key) as (descriptor, status):
+            # Before its memory is taken: an index that lies may ask for anything.
+            self._check_whole(key, offset_bytes + length_bytes - status.st_size)
+            data = bytearray(length_bytes)
+            count = posix.read_into(descriptor, offset_bytes, memoryview(data))
+        self._check_whole(key, length_bytes - count)
         return data
 
     def read_range_into(self, key: str, offset_bytes: int, out: memoryview) -> None:
@@ -94,10 +105,7 @@ class LocalStore:
             raise ConfigError(f"an offset is not negative: {offset_bytes}", url=self.url, key=key)
         with self._opened_file("read_range", key) as (descriptor, _):
             missing_bytes = len(out) - posix.read_into(descriptor, offset_bytes, out)
-        if missing_bytes:
-            raise self._place("read_range", key).error(
-                IntegrityError, f"the file ends {missing_bytes} bytes before the wanted range does"
-            )
+        self._check_whole(key, missing_bytes)
 
     def info(self, key: str) -> ObjectInfo:
         """See :meth:`Store.info`."""
@@ -263,6 +271,11 @@ class LocalStore:
                         CheckpointChangedError, "the folder was removed while it was written to"
                     ) from error
             yield folder, descriptor, temp
+
+    def _check_whole(self, key: str, missing_bytes: int) -> None:
+        if missing_bytes > 0:
+            message = f"the file ends {missing_bytes} bytes before the wanted range does"
+            raise self._place("read_range", key).error(IntegrityError, message)
 
     def _link(self, source: str, target: str) -> bool:
         *parts, name = target.split("/")

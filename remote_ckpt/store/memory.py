@@ -75,6 +75,11 @@ class MemoryStore:
         return f"memory://{self._name}"
 
     @property
+    def identity(self) -> str:
+        """The store's name in this process."""
+        return f"memory {self._name}"
+
+    @property
     def capabilities(self) -> StoreCapabilities:
         """Create-only is atomic, copies are free, and nothing outlives the process."""
         return StoreCapabilities(create_only=CreateOnly.ATOMIC, server_side_copy=True, survives_process=False)

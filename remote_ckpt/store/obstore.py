@@ -55,7 +55,7 @@ from remote_ckpt.store.obstore_listing import info_of
 from remote_ckpt.store.obstore_options import DriverSettings
 from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, s3_uploads
 from remote_ckpt.store.wrappers import PrefixStore
-from remote_ckpt.url import Location
+from remote_ckpt.url import Location, redact_url
 
 
 def open_obstore_store(
@@ -103,6 +103,13 @@ class ObstoreStore:
     def url(self) -> str:
         """See :attr:`Store.url`."""
         return self._location.url
+
+    @property
+    def identity(self) -> str:
+        """See :attr:`Store.identity`."""
+        endpoint = redact_url(self._settings.endpoint_url or "the provider's own endpoint")
+        names = [str(self._settings.config.get(name, "")) for name in ("region", "account_name")]
+        return " ".join(["obstore", self._location.scheme, endpoint, *names, self._location.bucket])
 
     @property
     def capabilities(self) -> StoreCapabilities:

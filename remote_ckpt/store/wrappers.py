@@ -53,6 +53,11 @@ class DelegatingStore:
         return self.inner.url
 
     @property
+    def identity(self) -> str:
+        """See :attr:`Store.identity`."""
+        return self.inner.identity
+
+    @property
     def capabilities(self) -> StoreCapabilities:
         """See :attr:`Store.capabilities`."""
         return self.inner.capabilities

@@ -36,6 +36,7 @@ from remote_ckpt.store.fsspec_s3 import S3fsStore, plan_s3fs_options
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.obstore import open_obstore_store
 from remote_ckpt.store.retry import RetryStore
+from remote_ckpt.store.single_writer import SingleWriterStore
 from remote_ckpt.testing.contract import StoreContract
 from remote_ckpt.testing.s3_contract import FreshRoot, S3Contract, make_locked_bucket, open_upload_keys
 from remote_ckpt.testing.servers import LocalServer, free_ports
@@ -112,19 +113,25 @@ class TestFsspecMemory(MemoryContract):
 
 
 class TestFsspecOfUnknownKind(MemoryContract):
-    """A file system that is in no table of ours: it works, and its create-only is not trusted."""
+    """A file system that is in no table of ours: it works for who accepts that it keeps no writers apart."""
 
     @pytest.fixture
     def store(self) -> Store:
         root = f"unknown-{next(_numbers)}"
         fsspec.register_implementation("unknown", _UnknownFileSystem, clobber=True)
-        return open_fsspec_store(Location("unknown", "", root))
+        return SingleWriterStore(open_fsspec_store(Location("unknown", "", root)))
 
     def _path(self, store: Store, key: str) -> str:
         return "/" + store.url.partition("://")[2] + f"/{key}"
 
-    def test_its_create_only_is_declared_missing(self, store: Store) -> None:
+    def test_its_create_only_is_declared_missing_and_refused_to_who_did_not_accept_that(
+        self, store: Store
+    ) -> None:
         assert store.capabilities.create_only is CreateOnly.NONE
+        assert isinstance(store, SingleWriterStore)
+        with pytest.raises(UnsupportedStoreError, match="only if it is absent"):
+            store.inner.create("k", b"1")
+        assert store.list() == []
 
 
 class _UnknownFileSystem(MemoryFileSystem):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from remote_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    IntegrityError,
     ObjectExistsError,
     ObjectNotFoundError,
     RemoteCkptError,
@@ -388,6 +389,12 @@ class TestListing:
 
 
 class TestErrorsOfTheSystem:
+    def test_a_range_far_past_the_end_takes_no_memory(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        store.write("k", b"0123456789")
+        with pytest.raises(IntegrityError, match="ends"):
+            store.read_range("k", 5, 1 << 60)
+
     @pytest.mark.parametrize(
         ("number", "kind"),
         [
