@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from remote_ckpt._version import __version__
 from remote_ckpt.checksum import crc32c
@@ -52,6 +52,7 @@ from remote_ckpt.options import Options
 from remote_ckpt.store.base import ObjectInfo, Store
 from remote_ckpt.url import check_name, parse_step
 
+T = TypeVar("T")
 _DATA_FOLDER = re.compile(r"d-[0-9a-f]{16}(?=/)")
 _DATA_FOLDER_BYTES = re.compile(rb"d-[0-9a-f]{16}(?=/)")
 
@@ -97,7 +98,8 @@ def copy_checkpoint(
         The copy's manifest.
 
     Raises:
-        CheckpointNotFoundError: There is no ``source`` with a manifest (stock checkpoints have none).
+        CheckpointNotFoundError: There is no ``source`` with a manifest; stock ones have none:
+            :func:`~remote_ckpt.stock_copies.copy_stock_checkpoint`.
         CheckpointDamagedError, FormatError: It cannot be read, or lacks an object.
         CheckpointChangedError: Source or target changed meanwhile; call again.
         CheckpointExistsError, CheckpointPinnedError, SaveFailedError, CommitUnknownError: As
@@ -118,7 +120,7 @@ def copy_checkpoint(
         check_may_replace(checkpoint, standing, overwrite=overwrite)
         if copy is None:
             copy = _begin(checkpoint, standing, manifest, names, options)
-        _copy_data(root, origin, copy, manifest, standing.infos, options)
+        _copy_into(checkpoint, root, origin, copy, manifest, standing.infos, options)
         draft = _draft(origin, checkpoint, copy, manifest)
         return _finish(checkpoint, _commit(checkpoint, draft, copy, overwrite, options, waiting))
 
@@ -175,6 +177,31 @@ def _committed(standing: Standing, copy: _Copy) -> Manifest | None:
 # --- data --------------------------------------------------------------------------------------------
 
 
+def _copy_into(
+    checkpoint: Store,
+    root: Store,
+    origin: Store,
+    copy: _Copy,
+    manifest: Manifest,
+    infos: Sequence[ObjectInfo],
+    options: Options,
+) -> None:
+    """Copy the data by the checkpoints' names; take it back where the target's name got another folder."""
+    try:
+        _copy_data(root, origin, copy, manifest, infos, options)
+    finally:
+        is_stray = not checkpoint.is_current()
+        if is_stray:
+            # The keys are this attempt's own, so nothing else can be hit.
+            strays = [f"{copy.target}/{copy.rename(entry.key)}" for entry in manifest.objects]
+            for failure in root.delete(strays):
+                logger.warning("%s: cannot remove %s: %s", root.url, failure.key, failure.error)
+    if is_stray:
+        raise CheckpointChangedError(
+            "the target was deleted while the copy was made", url=checkpoint.url, operation="copy"
+        )
+
+
 def _copy_data(
     root: Store,
     origin: Store,
@@ -188,7 +215,7 @@ def _copy_data(
     pairs = [(entry, copy.rename(entry.key)) for entry in manifest.objects]
     missing = [(entry.key, key) for entry, key in pairs if present.get(key) != entry.size_bytes]
     try:
-        _run_all(
+        run_all(
             lambda keys: root.copy(f"{copy.source}/{keys[0]}", f"{copy.target}/{keys[1]}"),
             missing,
             concurrency=options.transfer.concurrency,
@@ -197,9 +224,7 @@ def _copy_data(
         raise _gone(origin, manifest, error) from error
 
 
-def _run_all(
-    call: Callable[[tuple[str, str]], None], items: Sequence[tuple[str, str]], *, concurrency: int
-) -> None:
+def run_all(call: Callable[[T], None], items: Sequence[T], *, concurrency: int) -> None:
     """Call for all items; the first failure cancels what has not begun, and is raised when the rest ended."""
     if not items:
         return

@@ -96,8 +96,7 @@ class Standing:
         """
         if self.manifest is not None:
             return self.manifest.save_id
-        mark = {"dcp": STOCK_METADATA_NAME, "plain": PLAIN_NAME}.get(self.kind or "")
-        found = [info for info in self.infos if info.key == mark]
+        found = [info for info in self.infos if info.key in stock_files(self)[-1:]]
         return f"{found[0].size_bytes} bytes, {found[0].modified_at.isoformat()}" if found else None
 
     @property
@@ -182,6 +181,12 @@ def stock_keys(infos: Iterable[ObjectInfo], kind: CheckpointKind | None) -> tupl
     if kind == "dcp":
         return tuple(info.key for info in infos if _is_stock_data(info.key))
     return (PLAIN_NAME,) if kind == "plain" else ()
+
+
+def stock_files(standing: Standing) -> tuple[str, ...]:
+    """Return all files of a stock DCP or plain checkpoint, the one that makes it a checkpoint last."""
+    keys = stock_keys(standing.infos, standing.kind)
+    return (*keys, STOCK_METADATA_NAME) if standing.kind == "dcp" else keys
 
 
 def _is_stock_data(key: str) -> bool:

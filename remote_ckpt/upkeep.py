@@ -7,7 +7,7 @@ rank has just deleted is no error). They do what DINOv3's checkpointer does unde
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from remote_ckpt.copies import copy_checkpoint
 from remote_ckpt.deletion import delete_checkpoint
-from remote_ckpt.discover import CheckpointEntry, find_checkpoints, find_latest
-from remote_ckpt.errors import CheckpointChangedError, CheckpointNotFoundError, RemoteCkptError
+from remote_ckpt.discover import CheckpointEntry, find_checkpoints, find_latest, resolve
+from remote_ckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    RemoteCkptError,
+)
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
+from remote_ckpt.resumed import names_in_use, note_committed, note_resumed
 from remote_ckpt.retention import (
     Candidate,
     CheckpointRetentionPolicy,
@@ -26,6 +32,7 @@ from remote_ckpt.retention import (
     plan_cleanup,
     plan_keep_last,
 )
+from remote_ckpt.stock_copies import copy_stock_checkpoint
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.url import Location, parse_location, to_path
@@ -35,8 +42,23 @@ if TYPE_CHECKING:
 
     CheckpointPath = str | os.PathLike[str] | UPath
 
-_resumed_from: dict[str, str] = {}
-"""Roots and the checkpoint in each that this process resumed from and has not yet superseded."""
+__all__ = [
+    "cleanup_checkpoint",
+    "find_all_checkpoints",
+    "find_latest_checkpoint",
+    "keep_checkpoint_copy",
+    "keep_last_n_checkpoints",
+    "note_committed",
+    "note_resumed",
+]
+
+_UNDECIDED_SECONDS = 1.5
+"""How long retention beside training waits for one deletion that the store leaves undecided."""
+_MAX_UNDECIDED = 3
+"""After so many of those it leaves the rest to the next time."""
+
+_Doomed = Sequence[tuple[CheckpointEntry, str]]
+"""What to delete, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +150,10 @@ def keep_last_n_checkpoints(
     """Delete all steps but the ``n`` highest.
 
     Never deleted are: the newest and the last committed checkpoint, pinned ones, the one that this process
-    resumed from until it has committed another here, anything not named by a number (``best``,
+    resumed from until it has committed another step here, anything not named by a number (``best``,
     ``199_keep``), saves in progress, and what is not recognised. A checkpoint that cannot be deleted is
-    logged, and training goes on. Calls no collective.
+    logged, and training goes on; so does one of which the store does not say within seconds whether it is
+    deleted. Calls no collective.
 
     Args:
         ckpt_dir: The run's directory.
@@ -140,12 +163,11 @@ def keep_last_n_checkpoints(
         options: As there.
 
     Raises:
-        ConfigError: ``n`` is 0 or below -1.
+        ConfigError: ``n`` is 0, below -1, or no integer.
         StoreError: The listing failed; nothing was deleted.
     """
     place = _place(ckpt_dir, storage_options, transport, options)
-    in_use = _resumed_from.get(place.location.url)
-    protected = frozenset() if in_use is None else frozenset({in_use})
+    protected = names_in_use(place.location)
 
     def plan(candidates: list[Candidate]) -> RetentionPlan:
         return plan_keep_last(candidates, n, protected=protected)
@@ -153,7 +175,7 @@ def keep_last_n_checkpoints(
     plan([])  # a wrong n is an error before anything is asked of the store
     if n is None or n == -1:
         return
-    _carry_out(place, plan)
+    _carry_out(place, plan, is_automatic=True)
 
 
 def cleanup_checkpoint(
@@ -198,8 +220,11 @@ def keep_checkpoint_copy(
     Hard links on a local disk, server-side copies on a store: no bytes come through this process. An older
     copy of that name is replaced. A copy that was interrupted is taken up again. Calls no collective.
 
+    Stock DCP and plain checkpoints are copied as they are, on a local disk byte by byte, and without a
+    manifest: an older copy of one is gone before the new one is whole.
+
     Args:
-        src: The checkpoint, with a manifest of ours.
+        src: The checkpoint.
         storage_options: As in :func:`find_all_checkpoints`.
         transport: As there.
         options: As there.
@@ -208,28 +233,20 @@ def keep_checkpoint_copy(
         The copy's path.
 
     Raises:
-        CheckpointNotFoundError: There is no such checkpoint of ours.
+        CheckpointNotFoundError: There is no such checkpoint.
+        CheckpointDamagedError, FormatError: It cannot be read.
         CheckpointPinnedError: The older copy is pinned.
+        CheckpointExistsError: A stock checkpoint cannot take the place of one with a manifest.
         StoreError: The store failed; nothing was committed.
     """
     parent, name = parse_location(src).split()
     place = _place(parent, storage_options, transport, options)
     target = f"{name}_keep"
     with place.opened() as root:
-        copy_checkpoint(root, name, target, overwrite=True, options=place.options)
+        copy = copy_checkpoint if resolve(root, name).generation else copy_stock_checkpoint
+        copy(root, name, target, overwrite=True, options=place.options)
     logger.info("copied %s to %s", parent.join(name).url, target)
     return place.path_of(target)
-
-
-def note_resumed(checkpoint: Location) -> None:
-    """Remember that this process resumed from a checkpoint, which its retention then keeps."""
-    root, name = checkpoint.split()
-    _resumed_from[root.url] = name
-
-
-def note_committed(checkpoint: Location) -> None:
-    """Forget the checkpoint that was resumed from: a newer one has been committed beside it."""
-    _resumed_from.pop(checkpoint.parent.url, None)
 
 
 def _place(
@@ -242,17 +259,42 @@ def _place(
     return _Place(location, storage_options, transport, options or Options())
 
 
-def _carry_out(place: _Place, plan_for: Callable[[list[Candidate]], RetentionPlan]) -> list[RemoteCkptError]:
-    """Delete what a plan says; returns (and logs) the errors, since one must not stop the others."""
+def _carry_out(
+    place: _Place, plan_for: Callable[[list[Candidate]], RetentionPlan], *, is_automatic: bool = False
+) -> list[RemoteCkptError]:
+    """Delete what a plan says; returns (and logs) the errors, since one must not stop the others.
+
+    Args:
+        is_automatic: It runs beside training: saves in progress bind it, and it does not wait for long.
+    """
     with place.opened() as root:
         entries = {entry.name: entry for entry in find_checkpoints(root)}
         plan = plan_for([_candidate(entry) for entry in entries.values()])
         for warning in plan.warnings:
             logger.warning("%s: %s", place.location.url, warning)
-        outcomes = [
-            _delete(root, entries[decision.name], decision.reason, place.options) for decision in plan.delete
-        ]
-    return [error for error in outcomes if error is not None]
+        doomed = [(entries[decision.name], decision.reason) for decision in plan.delete]
+        delete = _delete_beside_training if is_automatic else _delete_all
+        return [error for error in delete(root, doomed, place.options) if error is not None]
+
+
+def _delete_all(root: Store, doomed: _Doomed, options: Options) -> Iterator[RemoteCkptError | None]:
+    for entry, reason in doomed:
+        yield _delete(root, entry, reason, options)
+
+
+def _delete_beside_training(
+    root: Store, doomed: _Doomed, options: Options
+) -> Iterator[RemoteCkptError | None]:
+    seconds = min(_UNDECIDED_SECONDS, options.commit.commit_seconds)
+    hasty = replace(options, commit=replace(options.commit, commit_seconds=seconds))
+    undecided_count = 0
+    for entry, reason in doomed:
+        if undecided_count == _MAX_UNDECIDED:
+            logger.warning("%s: %s and what follows are left to the next time", root.url, entry.name)
+            return
+        error = _delete(root, entry, reason, hasty, if_idle=True)
+        undecided_count += isinstance(error, CommitUnknownError)
+        yield error
 
 
 def _candidate(entry: CheckpointEntry) -> Candidate:
@@ -266,11 +308,19 @@ def _candidate(entry: CheckpointEntry) -> Candidate:
     )
 
 
-def _delete(root: Store, entry: CheckpointEntry, reason: str, options: Options) -> RemoteCkptError | None:
+def _delete(
+    root: Store, entry: CheckpointEntry, reason: str, options: Options, *, if_idle: bool = False
+) -> RemoteCkptError | None:
     try:
         with closing(root.scope(entry.name)) as checkpoint:
-            # The generation that the plan saw: a pin or a new save that came since wins.
-            delete_checkpoint(checkpoint, if_generation=entry.generation, options=options)
+            # What the plan saw, in generation and life: a pin or a new save that came since wins.
+            delete_checkpoint(
+                checkpoint,
+                if_generation=entry.generation,
+                if_save_id=entry.save_id,
+                if_idle=if_idle,
+                options=options,
+            )
     except CheckpointNotFoundError:
         return None  # another rank was faster
     except CheckpointChangedError as error:

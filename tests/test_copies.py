@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from protocol import (
@@ -35,6 +36,7 @@ from remote_ckpt.index import parse_index
 from remote_ckpt.keys import is_token, own_key, parse_copy_record_key
 from remote_ckpt.manifest import format_manifest
 from remote_ckpt.newest import named_keys, read_newest
+from remote_ckpt.stock_copies import copy_stock_checkpoint
 from remote_ckpt.store.base import Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
@@ -266,6 +268,23 @@ def test_a_local_copy_shares_the_bytes_on_disk(tmp_path: Path) -> None:
     assert ours.stat().st_ino == theirs.stat().st_ino
 
 
+def test_a_copy_whose_folder_was_moved_away_leaves_nothing_in_the_next_one(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    save(root, b"one")
+
+    def another_life() -> None:
+        (tmp_path / "best").rename(tmp_path / "moved")
+        save(root, b"two", name="best")
+
+    store = scripted(root, Script(before=once("copy", another_life)))
+    with pytest.raises(CheckpointChangedError):
+        copy_checkpoint(store, "10", "best")
+    newest = read_newest(root.scope("best"))
+    assert newest is not None
+    assert keys_of(root, "best") == expected_keys(newest.manifest)
+    assert load(root, "best") == b"two"
+
+
 def test_a_copy_without_index_or_stock_metadata_has_none_either() -> None:
     memory = MemoryStore.fresh()
     source = save(memory, b"one")
@@ -273,3 +292,103 @@ def test_a_copy_without_index_or_stock_metadata_has_none_either() -> None:
     memory.write("10/manifest.000001.json", format_manifest(bare))
     copy = copy_checkpoint(memory, "10", "best")
     assert (copy.index, copy.stock_metadata) == (None, None)
+
+
+class TestStockCopies:
+    """Checkpoints that are not ours are copied as they are."""
+
+    FILES: ClassVar[dict[str, bytes]] = {".metadata": b"stock", "__0_0.distcp": b"a", "__1_0.distcp": b"b"}
+
+    @classmethod
+    def stock(cls, root: Store, name: str = "10", **more: bytes) -> None:
+        for key, data in {**cls.FILES, **more}.items():
+            root.scope(name, create=True).write(key, data)
+
+    @staticmethod
+    def contents(root: Store, name: str) -> dict[str, bytes]:
+        return {key: root.read(f"{name}/{key}") for key in keys_of(root, name)}
+
+    def test_only_the_files_of_the_checkpoint_are_copied(self, root: Store) -> None:
+        self.stock(root, notes=b"foreign")
+        copy_stock_checkpoint(root, "10", "best")
+        assert self.contents(root, "best") == self.FILES
+
+    def test_a_plain_one_is_copied(self, root: Store) -> None:
+        root.write("10/checkpoint.pth", b"plain")
+        copy_stock_checkpoint(root, "10", "best")
+        assert self.contents(root, "best") == {"checkpoint.pth": b"plain"}
+
+    def test_a_large_file_is_copied_whole(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        data = bytes(range(256)) * 40_000  # more than one chunk
+        root.write("10/checkpoint.pth", data)
+        copy_stock_checkpoint(root, "10", "best")
+        assert root.read("best/checkpoint.pth") == data
+
+    def test_a_local_copy_shares_no_bytes_since_stock_writers_change_files_in_place(
+        self, tmp_path: Path
+    ) -> None:
+        root = LocalStore(tmp_path)
+        self.stock(root)
+        copy_stock_checkpoint(root, "10", "best")
+        (tmp_path / "10" / "__0_0.distcp").write_bytes(b"changed")
+        assert self.contents(root, "best") == self.FILES
+
+    @pytest.mark.parametrize("is_done", [False, True])
+    def test_a_crash_at_any_call_leaves_no_copy_or_a_whole_one(self, is_done: bool) -> None:
+        seen = set()
+        for number in range(1, 100):
+            memory = MemoryStore.fresh()
+            self.stock(memory)
+            self.stock(memory, "best", **{"__0_0.distcp": b"older"})
+            store = FaultStore.crashing(memory, number, is_done=is_done)
+            with suppress(SimulatedCrash):
+                copy_stock_checkpoint(store, "10", "best", overwrite=True)
+                break
+            found = self.contents(memory, "best")
+            if ".metadata" in found:
+                assert found["__0_0.distcp"] in (b"older", b"a")
+                assert found.keys() == self.FILES.keys()
+            seen.add(".metadata" in found)
+        assert number > 8
+        assert seen == {True, False}
+
+    def test_an_existing_target_is_refused_unless_told(self, root: Store) -> None:
+        self.stock(root)
+        root.write("best/checkpoint.pth", b"older")
+        with pytest.raises(CheckpointExistsError):
+            copy_stock_checkpoint(root, "10", "best")
+        copy_stock_checkpoint(root, "10", "best", overwrite=True)
+        assert self.contents(root, "best") == self.FILES
+
+    def test_it_does_not_hide_behind_a_manifest(self, root: Store) -> None:
+        self.stock(root)
+        save(root, b"ours", name="best")
+        with pytest.raises(CheckpointExistsError, match="manifest"):
+            copy_stock_checkpoint(root, "10", "best", overwrite=True)
+        assert load(root, "best") == b"ours"
+
+    def test_a_source_written_anew_meanwhile_is_said_so_and_is_no_copy(self, root: Store) -> None:
+        self.stock(root)
+        again = once("write_stream", lambda: self.stock(root)) if isinstance(root, LocalStore) else None
+        hook = again or once("copy", lambda: self.stock(root))
+        with pytest.raises(CheckpointChangedError, match="written anew"):
+            copy_stock_checkpoint(scripted(root, Script(after=hook)), "10", "best")
+        assert ".metadata" not in keys_of(root, "best")
+
+    def test_a_target_folder_that_was_moved_away_is_said_so(self, tmp_path: Path) -> None:
+        root = LocalStore(tmp_path)
+        self.stock(root)
+        move = once("write_stream", lambda: (tmp_path / "best").rename(tmp_path / "moved"))
+        with pytest.raises(CheckpointChangedError):
+            copy_stock_checkpoint(scripted(root, Script(after=move)), "10", "best")
+        assert not (tmp_path / "best").exists()
+
+    def test_ours_and_absent_ones_are_not_its_matter(self, root: Store) -> None:
+        save(root, b"one")
+        root.write("20/notes", b"x")
+        for name in ("10", "20"):
+            with pytest.raises(CheckpointNotFoundError):
+                copy_stock_checkpoint(root, name, "best")
+        with pytest.raises(ConfigError, match="onto itself"):
+            copy_stock_checkpoint(root, "10", "10")

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "remote_ckpt"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Pure: errors, options, names.
-    ("_version", "errors", "options", "log", "url", "keys", "fields"),
+    ("_version", "errors", "options", "log", "url", "resumed", "keys", "fields"),
     # Pure: codecs and decisions.
     (
         "checksum",
@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transfer", "integrity"),
     # Which checkpoints exist, and how one comes to exist.
     ("newest", "generation", "changes", "probe", "stock_metadata"),
-    ("commit", "deletion", "discover", "copies"),
+    ("commit", "deletion", "discover", "copies", "stock_copies"),
     # A run's directory.
     ("upkeep",),
     # torch starts here.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from ranks import Ranks
 from torch import nn
 
 from remote_ckpt import (
+    AccessDeniedError,
     CheckpointNotFoundError,
     CheckpointPinnedError,
     CheckpointRetentionPolicy,
@@ -26,12 +29,16 @@ from remote_ckpt import (
     keep_checkpoint_copy,
     keep_last_n_checkpoints,
     load_checkpoint,
+    resumed,
     save_checkpoint,
     upkeep,
 )
 from remote_ckpt.changes import set_pinned
-from remote_ckpt.discover import find_checkpoints
+from remote_ckpt.deletion import delete_checkpoint
+from remote_ckpt.discover import CheckpointEntry, find_checkpoints
 from remote_ckpt.store import open_store
+from remote_ckpt.store.base import Store
+from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 _numbers = itertools.count()
 HASTY = Options(commit=CommitOptions(commit_seconds=0.05))
@@ -41,9 +48,9 @@ HASTY = Options(commit=CommitOptions(commit_seconds=0.05))
 @pytest.fixture(params=["memory", "local"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A run's directory that no other test uses, in a process that has resumed from nothing."""
-    upkeep._resumed_from.clear()
+    resumed.forget_all()
     yield f"memory://upkeep-{next(_numbers)}/run" if request.param == "memory" else str(tmp_path / "run")
-    upkeep._resumed_from.clear()
+    resumed.forget_all()
 
 
 def save(run: str, *names: int | str, value: float = 0.0) -> None:
@@ -125,8 +132,8 @@ def test_br_22_minus_one_and_none_keep_all(run: str, n: int | None) -> None:
     assert names_in(run) == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize("n", [0, -2])
-def test_br_22_to_keep_the_last_none_is_an_error(run: str, n: int) -> None:
+@pytest.mark.parametrize("n", [0, -2, 1.5, True])
+def test_br_22_to_keep_the_last_none_is_an_error(run: str, n: Any) -> None:
     save(run, 1)
     with pytest.raises(ConfigError, match=f"cannot keep the last {n}"):
         keep_last_n_checkpoints(run, n)
@@ -150,6 +157,47 @@ def test_what_the_run_resumed_from_stays_until_it_has_committed_a_newer_one(run:
     save(run, 4)
     keep_last_n_checkpoints(run, 1)
     assert names_in(run) == ["4"]
+
+
+def test_a_named_checkpoint_saved_since_does_not_free_what_the_run_resumed_from(run: str) -> None:
+    save(run, 1, 2, 3)
+    value_of(f"{run}/1")
+    save(run, "best")
+    keep_last_n_checkpoints(run, 1)
+    assert names_in(run) == ["1", "3", "best"]
+
+
+def test_everything_that_the_run_has_read_stays(run: str) -> None:
+    save(run, 1, 2, 3, 4)
+    for name in (1, 2):
+        value_of(f"{run}/{name}")
+    keep_last_n_checkpoints(run, 1)
+    assert names_in(run) == ["1", "2", "4"]
+
+
+@pytest.mark.parametrize(("read_in", "kept_in"), [("link", "real"), ("real", "link")])
+def test_what_the_run_resumed_from_is_the_same_by_every_path(
+    tmp_path: Path, read_in: str, kept_in: str
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save(f"{tmp_path}/real", 1, 2, 3)
+    resumed.forget_all()
+    value_of(tmp_path / read_in / "1")
+    keep_last_n_checkpoints(tmp_path / kept_in, 1)
+    assert names_in(f"{tmp_path}/real") == ["1", "3"]
+    save(f"{tmp_path}/{read_in}", 4)
+    keep_last_n_checkpoints(tmp_path / kept_in, 1)
+    assert names_in(f"{tmp_path}/real") == ["4"]
+
+
+def test_so_it_is_by_a_link_to_the_checkpoint_itself(tmp_path: Path) -> None:
+    save(str(tmp_path), 1, 2, 3)
+    (tmp_path / "latest").symlink_to(tmp_path / "1")
+    value_of(tmp_path / "latest")
+    keep_last_n_checkpoints(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3", "latest"]
+    resumed.forget_all()
 
 
 def test_br_21_the_run_that_was_resumed_from_is_not_touched(run: str) -> None:
@@ -187,6 +235,71 @@ def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_does_not_stop_the_oth
     assert "cannot delete 1" in caplog.text
 
 
+def test_those_whose_fate_stays_unknown_do_not_hold_up_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options allow 300 s for each."""
+    monkeypatch.setattr(upkeep, "_UNDECIDED_SECONDS", 0.01)
+    save(str(tmp_path), 1, 2, 3, 4, 5)
+    for name in ("1", "2", "3"):
+        (tmp_path / name / "manifest.000002.json").mkdir()  # no tombstone can be created where a folder is
+    keep_last_n_checkpoints(tmp_path, 1)
+    assert names_in(str(tmp_path)) == ["1", "2", "3", "4", "5"]
+    assert "cannot delete 3" in caplog.text
+    assert "4 and what follows are left to the next time" in caplog.text
+
+
+def test_a_save_that_is_about_to_replace_a_step_is_not_disturbed(run: str) -> None:
+    save(run, 1, 2, 3)
+    with closing(open_store(run)) as root, closing(root.scope("1")) as checkpoint:
+        checkpoint.write("d-0123456789abcdef/0.distcp", b"a save in progress")
+    keep_last_n_checkpoints(run, 1)
+    assert names_in(run) == ["1", "3"]
+
+
+@pytest.mark.parametrize("policy", [None, CheckpointRetentionPolicy.NONE])
+def test_a_newer_life_of_a_name_is_not_what_was_planned(
+    run: str, policy: CheckpointRetentionPolicy | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between plan and deletion another job deletes the step and saves it anew."""
+    save(run, 1, 2, value=1.0)
+
+    def plan_and_then_another_life(root: Store) -> list[CheckpointEntry]:
+        entries = find_checkpoints(root)
+        with closing(root.scope("1")) as checkpoint:
+            delete_checkpoint(checkpoint)
+        save(run, 1, value=7.0)
+        return entries
+
+    monkeypatch.setattr(upkeep, "find_checkpoints", plan_and_then_another_life)
+    if policy is None:
+        keep_last_n_checkpoints(run, 1)
+    else:
+        cleanup_checkpoint(run, policy)
+    assert value_of(f"{run}/1") == 7.0
+
+
+def test_a_folder_that_may_not_be_read_and_is_no_step_disturbs_nothing(
+    run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, 1, 2)
+    with closing(open_store(run)) as root:
+        root.write("logs/events", b"x")
+
+    def deny(call: StoreCall) -> None:
+        if call.url.endswith("/logs"):
+            raise AccessDeniedError("403")
+
+    monkeypatch.setattr(
+        upkeep, "open_store", lambda *args, **options: FaultStore(open_store(*args, **options), before=deny)
+    )
+    assert [path.name for path in find_all_checkpoints(run)] == ["1", "2"]
+    keep_last_n_checkpoints(run, 1)
+    cleanup_checkpoint(run, CheckpointRetentionPolicy.NONE)
+    assert names_in(run) == []
+    assert "passing over logs" in caplog.text
+
+
 def test_br_24_all_ranks_may_keep_the_last_at_once(ranks: Ranks, tmp_path: Path) -> None:
     save(str(tmp_path), 1, 2, 3, 4, 5)
     ranks.run(keep_last_n_checkpoints, str(tmp_path), 2, size=4)
@@ -222,6 +335,16 @@ def test_a_kept_copy_on_a_local_disk_shares_the_bytes(tmp_path: Path) -> None:
         for folder in ("1", "1_keep")
     }
     assert inodes["1"] == inodes["1_keep"] != set()
+
+
+def test_a_checkpoint_without_a_manifest_is_kept_as_it_is(run: str) -> None:
+    with closing(open_store(run)) as root:
+        root.write("1/checkpoint.pth", b"plain")
+        assert keep_checkpoint_copy(f"{run}/1").name == "1_keep"
+        root.write("1/checkpoint.pth", b"newer")
+        assert root.read("1_keep/checkpoint.pth") == b"plain"
+        keep_checkpoint_copy(f"{run}/1")
+        assert root.read("1_keep/checkpoint.pth") == b"newer"
 
 
 def test_a_copy_of_what_is_not_there_is_an_error(run: str) -> None:
