@@ -116,6 +116,15 @@ def plan_objects(
     return [sorted(group) for group in groups if group]
 
 
+def group_items(items: Sequence[PreparedItem], *, max_object_bytes: int) -> Iterator[list[PreparedItem]]:
+    """Spread items over objects; what is staged is kept apart, in as few objects as size allows."""
+    for is_staged, max_streams in ((False, MAX_STREAMS), (True, 1)):
+        chosen = [item for item in items if item.is_staged == is_staged]
+        sizes = [item.size_bytes for item in chosen]
+        for group in plan_objects(sizes, max_object_bytes=max_object_bytes, max_streams=max_streams):
+            yield [chosen[one] for one in group]
+
+
 @dataclass(slots=True)
 class DataObject:
     """One data object to be: its items laid out, its bytes on demand, its checksums once they were read.

@@ -12,14 +12,14 @@ data keys therefore come from a token that each rank draws for each attempt, nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -27,9 +27,17 @@ from torch.futures import Future
 import remote_ckpt.commit as protocol
 from remote_ckpt._version import __version__
 from remote_ckpt.checksum import crc32c
-from remote_ckpt.dcp.metadata import ItemKey, build_index, content_digest, item_key, stock_metadata
-from remote_ckpt.dcp.objects import MAX_STREAMS, DataObject, StoredItem, plan_objects
+from remote_ckpt.dcp.metadata import build_index, content_digest, stock_metadata
+from remote_ckpt.dcp.objects import DataObject, group_items
 from remote_ckpt.dcp.paths import CheckpointPath, resolve_checkpoint_id
+from remote_ckpt.dcp.reports import (
+    RankReport,
+    as_result,
+    item_results,
+    raise_failures,
+    rank_reports,
+    stored_items,
+)
 from remote_ckpt.dcp.values import PlanValues, PreparedItem
 from remote_ckpt.errors import (
     ConfigError,
@@ -46,23 +54,6 @@ from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.transfer import ObjectUpload, upload_objects
 from remote_ckpt.url import Location, parse_location, parse_step
-
-
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one rank did, sent to the coordinator beside its write results.
-
-    Args:
-        objects: Data objects that are complete.
-        attempted: Keys that may exist, complete ones included; deleted if the save fails.
-        error: Why this rank failed; None if it did not.
-        rank_name: Names the rank that failed.
-    """
-
-    objects: tuple[ObjectEntry, ...]
-    attempted: tuple[str, ...]
-    error: RemoteCkptError | None = None
-    rank_name: str = ""
 
 
 class RemoteStorageWriter(StorageWriter):
@@ -186,10 +177,10 @@ class RemoteStorageWriter(StorageWriter):
             CheckpointExistsError, CheckpointPinnedError: Somebody else was first.
             CommitUnknownError: The store never said whether the commit took effect; nothing was deleted.
         """
-        reports = [report for rank in results for report in _reports(rank)]
+        reports = [report for rank in results for report in rank_reports(rank)]
         keys = [key for report in reports for key in report.attempted]
         try:
-            _raise_failures(reports, self.url)
+            raise_failures(reports, self.url)
             draft, stock = self._draft(metadata, results, reports, keys)
         except Exception:  # nothing was sent that could commit
             self._withdraw(keys)
@@ -237,18 +228,21 @@ class RemoteStorageWriter(StorageWriter):
             self._upload(objects)
         except Exception as error:
             self._withdraw(keys)
-            return [_report(RankReport((), tuple(keys), self._as_ours(error), self._rank_name))]
-        except (KeyboardInterrupt, SystemExit):  # these end this process: nobody will report its keys
+            return [as_result(RankReport((), tuple(keys), self._as_ours(error), self._rank_name))]
+        except (KeyboardInterrupt, SystemExit):  # torch skips finish then: nobody else would clean up
             self._withdraw(keys)
             raise
-        return [*_results(objects), _report(RankReport(tuple(one.entry() for one in objects), tuple(keys)))]
+        return [
+            *item_results(objects),
+            as_result(RankReport(tuple(one.entry() for one in objects), tuple(keys))),
+        ]
 
     def _data_objects(self, plan: SavePlan, planner: SavePlanner) -> list[DataObject]:
         transfer = self._options.transfer
         values = PlanValues(planner, window_bytes=transfer.part_bytes)
         items = [values.prepare(item) for item in plan.items]
         _warn_of_trust(items, self.url)
-        groups = _group(items, transfer.max_object_bytes)
+        groups = group_items(items, max_object_bytes=transfer.max_object_bytes)
         token = new_token()
         return [
             DataObject(f"{token}/{number}.distcp", group, values, transfer)
@@ -292,7 +286,7 @@ class RemoteStorageWriter(StorageWriter):
     ) -> tuple[Manifest, bytes]:
         """Write index and stock metadata under this save's own keys, added to ``keys``; describe it all."""
         attempt = self._require_attempt()
-        stored = _stored_items(results)
+        stored = stored_items(results)
         objects = sorted((entry for report in reports for entry in report.objects), key=lambda one: one.key)
         index = build_index(
             metadata,
@@ -377,55 +371,6 @@ class RemoteStorageWriter(StorageWriter):
             if store is not None:
                 store.close()
         self._checkpoint = self._root = None
-
-
-def _group(items: Sequence[PreparedItem], max_object_bytes: int) -> Iterator[list[PreparedItem]]:
-    """Spread items over objects; what is staged is kept apart, in as few objects as size allows."""
-    for is_staged, max_streams in ((False, MAX_STREAMS), (True, 1)):
-        chosen = [item for item in items if item.is_staged == is_staged]
-        sizes = [item.size_bytes for item in chosen]
-        for group in plan_objects(sizes, max_object_bytes=max_object_bytes, max_streams=max_streams):
-            yield [chosen[one] for one in group]
-
-
-def _report(report: RankReport) -> WriteResult:
-    return WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=report)
-
-
-def _results(objects: Sequence[DataObject]) -> Iterator[WriteResult]:
-    for one in objects:
-        for item, stored in one.stored_items():
-            yield WriteResult(index=item.index, size_in_bytes=stored.archive_bytes, storage_data=stored)
-
-
-def _reports(results: Sequence[WriteResult]) -> list[RankReport]:
-    return [one.storage_data for one in results if isinstance(one.storage_data, RankReport)]
-
-
-def _stored_items(results: Sequence[Sequence[WriteResult]]) -> dict[ItemKey, StoredItem]:
-    return {
-        item_key(one.index): one.storage_data
-        for rank in results
-        for one in rank
-        if isinstance(one.storage_data, StoredItem)
-    }
-
-
-def _raise_failures(reports: Sequence[RankReport], url: str) -> None:
-    failed = [report for report in reports if report.error is not None]
-    if not failed:
-        return
-    first = failed[0].error
-    assert first is not None  # that is what makes it one of them
-    others = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-    raise SaveFailedError(
-        f"save failed on {failed[0].rank_name}, nothing was committed: "
-        f"{type(first).__name__}: {first}{others}",
-        url=url,
-        key=first.key,
-        rank=first.rank,
-        operation=first.operation,
-    ) from first
 
 
 def _warn_of_trust(items: Sequence[PreparedItem], url: str) -> None:
