@@ -63,7 +63,7 @@ class _Access:
 
     def reader(self, path: CheckpointPath) -> RemoteStorageReader:
         return RemoteStorageReader(
-            path,  # type: ignore[arg-type]  # a UPath is fine
+            path,
             storage_options=self.storage_options,
             transport=self.transport,
             options=self.options,
@@ -147,7 +147,8 @@ def init_model_from_checkpoint_for_evals(
     Args:
         model: Neither sharded nor wrapped.
         pretrained_weights: A checkpoint's folder or a file; path, URL or ``UPath``.
-        checkpoint_key: Part of the checkpoint to use, such as ``"teacher"``, if it has one of that name. By
+        checkpoint_key: Part of the checkpoint to use, such as ``"teacher"``; that it has none of that name is
+            a :class:`~remote_ckpt.errors.KeyMismatchError` (DINOv3's function takes what is at the top). By
             default wherever most of the model's names are: at the top, in ``model`` or in ``teacher``.
         storage_options: As in :func:`init_fsdp_model_from_checkpoint`, like the rest and the errors.
         transport: As there.
@@ -181,7 +182,7 @@ def _load_parts(
     must_be_whole: bool = True,
 ) -> NameMatch:
     """Read each rank's part of a DCP checkpoint into the state's tensors, which are the model's memory."""
-    reader = access.reader(path)
+    reader = group.agree(lambda: access.reader(path))
     resolution = group.broadcast_from_coordinator(reader.resolve)
 
     def match() -> NameMatch:

@@ -11,7 +11,7 @@ import io
 import pickle
 import re
 import zipfile
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,11 +33,11 @@ _SAFE_PROTOCOL = 2
 """torch's safe unpickler reads this one only, which is the one that ``torch.save`` writes."""
 
 
-def load_pickle(data: io.BytesIO | memoryview | bytes, *, is_trusted: bool, what: str) -> Any:
+def load_pickle(data: BinaryIO | memoryview | bytes, *, is_trusted: bool, what: str) -> Any:
     """Load a ``torch.save`` archive without running code from it, unless it is trusted. Any thread.
 
     Args:
-        data: The archive's bytes.
+        data: The archive's bytes, or a seekable file of them.
         is_trusted: Unpickle without limits.
         what: Names the item in errors.
 
@@ -46,7 +46,7 @@ def load_pickle(data: io.BytesIO | memoryview | bytes, *, is_trusted: bool, what
         CheckpointDamagedError: It is no such archive, or is damaged.
         MissingDependencyError: It is trusted, and a module that it needs is not installed.
     """
-    stream = data if isinstance(data, io.BytesIO) else io.BytesIO(data)
+    stream = io.BytesIO(data) if isinstance(data, (bytes, memoryview)) else data
     stream.seek(0)
     try:
         return _load_trusted(stream, what) if is_trusted else _load_safely(stream)
@@ -63,21 +63,21 @@ def load_pickle(data: io.BytesIO | memoryview | bytes, *, is_trusted: bool, what
         raise CheckpointDamagedError(f"{what} cannot be read: {_first_line(error)}") from error
 
 
-def _load_trusted(stream: io.BytesIO, what: str) -> Any:
+def _load_trusted(stream: BinaryIO, what: str) -> Any:
     try:
         return torch.load(stream, map_location="cpu", weights_only=False)
     except ModuleNotFoundError as error:
         raise MissingDependencyError(f"{what} needs a module that is not installed: {error.name}") from error
 
 
-def _load_safely(stream: io.BytesIO) -> Any:
+def _load_safely(stream: BinaryIO) -> Any:
     renamed = with_stand_ins(stream)
     stream.seek(0)
     value = torch.load(renamed or stream, map_location="cpu", weights_only=True)
     return value if renamed is None else restore_numpy(value)
 
 
-def _is_refusal(error: Exception, stream: io.BytesIO) -> bool:
+def _is_refusal(error: Exception, stream: BinaryIO) -> bool:
     """Whether a sound archive asks for more than is allowed, rather than being damaged."""
     if not isinstance(error, pickle.UnpicklingError):
         return False
@@ -87,7 +87,7 @@ def _is_refusal(error: Exception, stream: io.BytesIO) -> bool:
     return bool(_REFUSALS.search(str(error))) or program[1:2] > bytes([_SAFE_PROTOCOL])
 
 
-def _program(stream: io.BytesIO) -> bytes | None:
+def _program(stream: BinaryIO) -> bytes | None:
     """Return the archive's pickle; None if a checksum says that it is damaged."""
     stream.seek(0)
     if not zipfile.is_zipfile(stream):

@@ -36,7 +36,7 @@ from remote_ckpt.errors import (
     RemoteCkptError,
     UrlError,
 )
-from remote_ckpt.index import parse_index
+from remote_ckpt.index import check_ranges, parse_index
 from remote_ckpt.integrity import read_verified
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
@@ -251,6 +251,8 @@ class RemoteStorageReader(StorageReader):
         else:
             key = _index_of(resolution.manifest, self.url).key
             index = parse_index(resolution.index_bytes, url=self.url, key=key)
+            sizes = {entry.key: entry.size_bytes for entry in resolution.manifest.objects}
+            check_ranges(index, sizes, url=self.url)
             metadata = rebuild_metadata(index, url=self.url)
             self._source = IndexedSource(index)
         self._metadata = metadata

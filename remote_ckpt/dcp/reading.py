@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import BinaryIO, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -165,10 +166,10 @@ class ReadJob:
         for one in large:
             self._unpack(one, self._open_archive(checkpoint, one.box))
 
-    def _open_archive(self, checkpoint: Store, box: Box) -> io.IOBase:
+    def _open_archive(self, checkpoint: Store, box: Box) -> BinaryIO:
         """A large archive: in memory once checked, or, where there is nothing to check by, as a file."""
         if not box.stored.crcs:
-            return ArchiveFile(checkpoint, box.stored, self.options)
+            return cast("BinaryIO", ArchiveFile(checkpoint, box.stored, self.options))
         buffer = io.BytesIO()
         buffer.seek(box.stored.length_bytes - 1)
         buffer.write(b"\0")  # makes room once, where initial bytes would be copied
@@ -181,9 +182,9 @@ class ReadJob:
             ranges.direct.clear()
         return buffer
 
-    def _unpack(self, filling: _Filling, stream: io.IOBase) -> None:
+    def _unpack(self, filling: _Filling, stream: BinaryIO) -> None:
         box, target = filling.box, filling.target
-        value = load_pickle(stream, is_trusted=self.is_trusted, what=box.fqn)  # type: ignore[arg-type]
+        value = load_pickle(stream, is_trusted=self.is_trusted, what=box.fqn)
         if not isinstance(value, torch.Tensor):
             raise CheckpointDamagedError(f"{box.fqn} should be a tensor and is none", url=self.url)
         part = (
