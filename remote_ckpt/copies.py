@@ -30,6 +30,7 @@ from remote_ckpt.commit import (
     check_may_replace,
     commit_save,
     finish_replacement,
+    withdraw,
 )
 from remote_ckpt.deletion import open_life
 from remote_ckpt.errors import (
@@ -47,7 +48,7 @@ from remote_ckpt.index import format_index, parse_index
 from remote_ckpt.keys import copy_record_key, index_key, parse_copy_record_key, stock_metadata_key
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest, ObjectEntry
-from remote_ckpt.newest import Standing, look, read_newest
+from remote_ckpt.newest import Standing, look, named_keys, read_newest
 from remote_ckpt.options import Options
 from remote_ckpt.store.base import ObjectInfo, Store
 from remote_ckpt.url import check_name, parse_step
@@ -312,8 +313,16 @@ def _commit(
     except (CheckpointChangedError, CheckpointExistsError):
         # Another process may have taken up the same attempt and been faster.
         if (done := _committed(look(checkpoint), copy)) is None:
+            _withdraw(checkpoint, draft)
             raise
         return done
+
+
+def _withdraw(checkpoint: Store, draft: Manifest) -> None:
+    """Take back an attempt that nobody can take up again: its target went on from where it began."""
+    keys = [*sorted(named_keys(draft)), copy_record_key(draft.save_id)]
+    for failure in withdraw(checkpoint, keys, draft.save_id):
+        logger.warning("%s: cannot remove %s: %s", checkpoint.url, failure.key, failure.error)
 
 
 def _finish(checkpoint: Store, manifest: Manifest) -> Manifest:

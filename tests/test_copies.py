@@ -230,6 +230,17 @@ def test_an_attempt_of_another_source_is_not_resumed() -> None:
     assert copy.user_metadata == {"payload": "two"}
 
 
+def test_an_attempt_whose_target_changed_while_it_ran_leaves_nothing(root: Store) -> None:
+    save(root, b"one")
+    other = Script(after=once("copy", lambda: save(root, b"other", name="best", overwrite=True)))
+    with pytest.raises(CheckpointExistsError):
+        copy_checkpoint(scripted(root, other), "10", "best")
+    newest = read_newest(root.scope("best"))
+    assert newest is not None
+    assert keys_of(root, "best") == expected_keys(newest.manifest)
+    assert load(root, "best") == b"other"
+
+
 def test_two_processes_that_resume_one_attempt_agree() -> None:
     memory = MemoryStore.fresh()
     save(memory, b"one")
