@@ -130,14 +130,15 @@ def _saved_paths(metadata: Metadata) -> Mapping[str, ObjectPath]:
 
 def _match_wrapped(match: Match) -> None:
     """Match names that differ by wrappers only, where that is unique on both sides (BR-93)."""
-    saved, wanted = _by_plain_name(match.unexpected), _by_plain_name(match.missing)
+    saved, wanted = by_plain_name(match.unexpected), by_plain_name(match.missing)
     for plain, names in wanted.items():
         if len(names) == 1 and len(saved.get(plain, ())) == 1:
             _found(match, names[0], saved[plain][0])
 
 
-def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
-    grouped = defaultdict(list)
+def by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return names by what they are without wrappers."""
+    grouped: dict[str, list[str]] = defaultdict(list)
     for name in names:
         grouped[without_wrappers(name)].append(name)
     return grouped

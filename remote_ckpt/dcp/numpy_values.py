@@ -16,7 +16,7 @@ import pickletools
 import re
 import zipfile
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 
@@ -132,7 +132,7 @@ _STAND_INS: dict[str, Any] = {
 """By module and name as pickletools gives them."""
 
 
-def with_stand_ins(archive: io.BytesIO) -> io.BytesIO | None:
+def with_stand_ins(archive: BinaryIO) -> io.BytesIO | None:
     """Return a copy of a ``torch.save`` archive that refers to the stand-ins; None if nothing is to rename.
 
     Raises:
@@ -142,14 +142,30 @@ def with_stand_ins(archive: io.BytesIO) -> io.BytesIO | None:
     if not zipfile.is_zipfile(archive):
         return None  # torch's format until 1.5: numpy values there need trust
     with zipfile.ZipFile(archive) as source:
-        name = next((name for name in source.namelist() if name.endswith("/data.pkl")), None)
-        if name is None or source.getinfo(name).compress_type != zipfile.ZIP_STORED:
-            return None
-        program = source.read(name)
-        if b"numpy" not in program and b"__builtin__\nbytes\n" not in program:
+        found = _program_to_check(source)
+        if found is None:
             return None
         _register()
+        name, program = found
         return _replaced(source, name, _renamed(program))
+
+
+def has_values_to_check(path: str) -> bool:
+    """Whether an archive on disk holds numpy values, so that it cannot be mapped as it is."""
+    try:
+        with zipfile.ZipFile(path) as source:
+            return _program_to_check(source) is not None
+    except (zipfile.BadZipFile, EOFError, ValueError):
+        return True  # damaged: whoever reads it says so
+
+
+def _program_to_check(source: zipfile.ZipFile) -> tuple[str, bytes] | None:
+    name = next((name for name in source.namelist() if name.endswith("/data.pkl")), None)
+    if name is None or source.getinfo(name).compress_type != zipfile.ZIP_STORED:
+        return None
+    program = source.read(name)
+    has_numpy = b"numpy" in program or b"__builtin__\nbytes\n" in program
+    return (name, program) if has_numpy else None
 
 
 def _replaced(source: zipfile.ZipFile, name: str, content: bytes) -> io.BytesIO:

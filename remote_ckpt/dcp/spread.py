@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from remote_ckpt.dcp.collective import Group
+from remote_ckpt.dcp.matching import listed
+from remote_ckpt.errors import MismatchError
 
 
 def spread_tensors(
@@ -27,9 +29,10 @@ def spread_tensors(
         sources: On the coordinator: a full tensor of the same shape for each name.
 
     Raises:
+        MismatchError: A source is sparse or quantized; nothing was changed.
         RemoteCkptError: A rank was lost; targets hold a mixture.
     """
-    dtypes = group.broadcast_from_coordinator(lambda: {name: sources[name].dtype for name in targets})  # type: ignore[index]
+    dtypes = group.broadcast_from_coordinator(lambda: _dtypes(targets, sources or {}))
     with torch.no_grad(), group.translated():
         for name, target in targets.items():
             full = _received(group, target, dtypes[name], None if sources is None else sources[name])
@@ -37,15 +40,27 @@ def spread_tensors(
                 part.copy_(_box(full, offsets, part.size()))
 
 
+def _dtypes(names: Iterable[str], sources: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    unfit = [name for name in names if sources[name].layout != torch.strided or sources[name].is_quantized]
+    if unfit:
+        raise MismatchError(f"sparse or quantized in the file, which no model takes: {listed(unfit)}")
+    return {name: sources[name].dtype for name in names}
+
+
 def _received(group: Group, target: Any, dtype: torch.dtype, source: torch.Tensor | None) -> torch.Tensor:
     if group.process_group is None:
         assert source is not None, "a single process is its own coordinator"
         return source
-    full = torch.empty(target.size(), dtype=dtype) if source is None else source.cpu().contiguous()
+    full = torch.empty(target.size(), dtype=dtype) if source is None else _resolved(source)
     flat = full.reshape(-1).view(torch.uint8)  # gloo knows few dtypes; bytes are bytes
     if flat.numel():
         dist.broadcast(flat, src=dist.get_global_rank(group.process_group, 0), group=group.process_group)
     return full
+
+
+def _resolved(source: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as bytes that mean what they say: torch keeps conjugates as a note."""
+    return source.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _local_parts(target: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from remote_ckpt.dcp.matching import without_wrappers
+from remote_ckpt.dcp.matching import by_plain_name, listed, without_wrappers
+from remote_ckpt.dcp.numpy_values import has_values_to_check
 from remote_ckpt.dcp.pickles import load_pickle
 from remote_ckpt.discover import resolve
 from remote_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
+    KeyMismatchError,
     MissingDependencyError,
     ObjectNotFoundError,
 )
@@ -127,32 +129,52 @@ def match_weights(
     Args:
         model_names: As in the model's state dict.
         saved_names: As in the checkpoint, with the names of what contains them, joined by dots.
-        key: Look in this part only, where there is one of that name: ``"teacher"``.
+        key: Look in this part only: ``"teacher"``, at the top or in ``model``.
+
+    Raises:
+        KeyMismatchError: There is no part named ``key``; names those that there are.
     """
     wanted = list(model_names)
     saved = list(saved_names)
-    sections = [f"{key}.", f"model.{key}."] if key else []
-    if not any(name.startswith(section) for section in sections for name in saved):
-        sections = list(_SECTIONS)
+    sections = _sections_named(key, saved) if key else _SECTIONS
     candidates = [
         _match_section(wanted, saved, section + inner) for section in sections for inner in ("", "backbone.")
     ]
     return max(candidates, key=lambda match: len(match.saved_names))  # the first one of the best
 
 
-def _match_section(wanted: Iterable[str], saved: Iterable[str], section: str) -> NameMatch:
-    plain = [(name, without_wrappers(name)) for name in saved]
-    found = {short.removeprefix(section): name for name, short in plain if short.startswith(section)}
-    saved_names = {name: found[without_wrappers(name)] for name in wanted if without_wrappers(name) in found}
+def _sections_named(key: str, saved: Collection[str]) -> tuple[str, ...]:
+    plain = [without_wrappers(name) for name in saved]
+    sections = tuple(
+        section for section in (f"{key}.", f"model.{key}.") if any(name.startswith(section) for name in plain)
+    )
+    if not sections:
+        parts = {name.partition(".")[0] for name in plain}
+        parts |= {".".join(name.split(".")[:2]) for name in plain if name.startswith("model.")}
+        raise KeyMismatchError(f"no part {key!r} in the checkpoint, which has {listed(sorted(parts))}")
+    return sections
+
+
+def _match_section(wanted: Collection[str], saved: Collection[str], section: str) -> NameMatch:
+    """Match exact names first, then those that differ by wrappers where that is unique on both sides."""
+    inside = [name for name in saved if without_wrappers(name).startswith(section)]
+    known = set(inside)
+    saved_names = {name: section + name for name in wanted if section + name in known}
+    taken = set(saved_names.values())
+    free = by_plain_name(name for name in inside if name not in taken)
+    for plain, names in by_plain_name(name for name in wanted if name not in saved_names).items():
+        candidates = free.get(section + plain, [])
+        if len(names) == len(candidates) == 1:
+            saved_names[names[0]] = candidates[0]
     missing = sorted(set(wanted) - set(saved_names))
-    unexpected = sorted(set(found.values()) - set(saved_names.values()))
+    unexpected = sorted(set(inside) - set(saved_names.values()))
     return NameMatch(saved_names, tuple(missing), tuple(unexpected), section)
 
 
 def _read_local(path: str, trusted: bool) -> Any:
     if path.endswith(".safetensors"):
         return _load_safetensors(path, path)
-    if zipfile.is_zipfile(path):
+    if zipfile.is_zipfile(path) and not has_values_to_check(path):
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=not trusted)
         except Exception:  # read again below, where refusals and damage are told apart
@@ -177,7 +199,7 @@ def _load_safetensors(source: str | bytes, url: str) -> Any:
         ) from error
     try:
         return load_file(source) if isinstance(source, str) else load(source)
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointDamagedError(f"{url} cannot be read: {error}", url=url) from error
 
 
