@@ -45,12 +45,13 @@ _STEP: Final = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 # Greedy up to the last "@": the secret keys of AWS contain slashes.
 _USER_INFO: Final = re.compile(r"(:/{1,2})(?!/)(?:[^/]*:.*@|[^/@]*@)", re.DOTALL)
 _SECRET_PARAMETER: Final = re.compile(
-    r"(?i)([?&](?:x-amz-[a-z-]+|x-goog-[a-z-]+|awsaccesskeyid|sig|signature|[a-z_-]*(?:token|secret|password|key))=)"
+    r"(?i)([?&;](?:x-amz-[a-z-]+|x-goog-[a-z-]+|awsaccesskeyid|googleaccessid|[a-z_-]*"
+    r"(?:sig|signature|token|secret|passw(?:or)?d|pwd|key|credentials?|delegation|auth|authorization))=)"
     r"[^&#]*"
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Location:
     """A place that can hold a checkpoint, or a run's checkpoints.
 
@@ -65,6 +66,9 @@ class Location:
     bucket: str
     path: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def __repr__(self) -> str:
+        return f"Location({self.url!r})"
 
     @property
     def is_local(self) -> bool:
@@ -98,7 +102,7 @@ class Location:
         """Return the location of ``name`` (one or more parts) below this one; raises UrlError for ``..``."""
         parts = _split_key(name, url=self.url)
         if not parts or name.startswith("/"):
-            raise UrlError(f"{name!r} cannot be joined to {self.url!r}", url=self.url)
+            raise UrlError(f"{redact_url(name)!r} cannot be joined to {self.url!r}", url=self.url)
         return replace(self, path="/".join([self.path.rstrip("/"), *parts] if self.path else parts))
 
     def split(self) -> tuple[Location, str]:
@@ -167,7 +171,8 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise UrlError(
-            f"{name!r} cannot name a checkpoint: use 1 to 255 of A-Z a-z 0-9 . _ = - and no leading dot"
+            f"{redact_url(name)!r} cannot name a checkpoint: "
+            "use 1 to 255 of A-Z a-z 0-9 . _ = - and no leading dot"
         )
     return name
 
@@ -213,7 +218,7 @@ def _parse_bucket_url(scheme: str, bucket: str, key: str) -> Location:
     if "@" in bucket or ":" in bucket:
         raise _credentials_error(scheme)
     if not _BUCKET.fullmatch(bucket):
-        what = f"the bucket {bucket!r} is not a valid name" if bucket else "the bucket is missing"
+        what = f"the bucket {redact_url(bucket)!r} is not a valid name" if bucket else "the bucket is missing"
         raise UrlError(f"{what}: expected {scheme}://bucket/prefix")
     return Location(scheme, bucket, "/".join(_split_key(key, url=f"{scheme}://{bucket}/{key}")), options)
 
@@ -243,7 +248,10 @@ def _parse_file_url(rest: str) -> Location:
         return _local(tail)
     if host.startswith("~") or host == ".":
         return _local(f"{host}{slash}{tail}")
+    if "@" in host:
+        raise _credentials_error("file")
     if host not in ("", "localhost"):
+        host = redact_url(host)
         raise UrlError(f"file://{host}/ names a host: write file:///{host}/... for an absolute path")
     return _local(f"/{tail}")
 
@@ -251,7 +259,7 @@ def _parse_file_url(rest: str) -> Location:
 def _local(path: str) -> Location:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        raise UrlError(f"{path!r} names the home of an unknown user: write ./{path} for a folder")
+        raise UrlError(f"{redact_url(path)!r} names the home of an unknown user: write ./~name for a folder")
     parts = expanded.split("/")
     for part in parts:
         if part.endswith(":") and part[:-1].lower() in _SCHEMES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,41 @@ class TestNames:
     )
     def test_nothing_else_is_a_step(self, name: str) -> None:
         assert parse_step(name) is None
+
+
+SIGNED = [
+    "s3://bucket/run/199?X-Amz-Signature=s3cret",
+    "s3://bucket?X-Amz-Signature=s3cret",
+    "https://bucket.s3.amazonaws.com/run/199?X-Amz-Credential=s3cret&X-Amz-Signature=s3cret",
+    "s3://key:s3cret@bucket/run/1",
+    "s3://key:s3cret/slash@bucket/run/1",
+    "s3:/key:s3cret@bucket/run/1",
+    "az://c/run/1?sig=s3cret",
+    "abfss://c@acc.dfs.core.windows.net/x/1?sv=1&sig=s3cret",
+    "https://u:s3cret@host/x/1",
+    "ftp://u:s3cret@host/x/1",
+    "file://u:s3cret@host/x",
+    "file://host?sig=s3cret/x",
+    "s3://bucket/../run?sig=s3cret",
+    "/tmp/s3:/key:s3cret@b/x",
+    "simplecache::s3://k:s3cret@b/x",
+    "foo://u:s3cret@h/x",
+    "webhdfs://h/x/1?delegation=s3cret",
+    "~nobody-of-that-name?token=s3cret",
+]
+
+
+@pytest.mark.parametrize("url", SIGNED)
+def test_no_message_repeats_a_secret_of_a_url(url: str) -> None:
+    def use() -> None:
+        location = parse_location(url)
+        assert "s3cret" not in repr(location)
+        location.split()
+
+    with pytest.raises(UrlError) as caught:
+        use()
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+
+
+def test_the_repr_of_a_location_is_its_redacted_url() -> None:
+    assert repr(parse_location("s3://bucket/run?sig=s3cret")) == "Location('s3://bucket/run?sig=***')"

@@ -48,6 +48,8 @@ def open_store(
         ConfigError: This transport does not serve this location.
         MissingDependencyError: The driver is not installed.
     """
+    if not isinstance(storage_options, Mapping | None):
+        raise ConfigError(f"storage_options must be a mapping, not {type(storage_options).__name__}")
     where = location if isinstance(location, Location) else parse_location(location)
     meter = StoreMeter()
     driver = _open_driver(where, {**where.options, **(storage_options or {})}, transport, options)

@@ -101,6 +101,8 @@ def _static(given: Mapping[str, Any], where: str) -> StaticCredentials | None:
         return None
     if not key or not secret:
         raise ConfigError(f"{where} has only one of access key and secret key: give both")
+    if not all(isinstance(text, str) for text in (key, secret, given.get("session_token") or "")):
+        raise ConfigError(f"access key, secret key and token in {where} must be text")
     return StaticCredentials(key, secret, given.get("session_token"))
 
 

@@ -48,8 +48,9 @@ from remote_ckpt.store.base import (
     sorted_infos,
 )
 from remote_ckpt.store.chunks import CheckedChunks
-from remote_ckpt.store.fsspec_errors import translate
+from remote_ckpt.store.fsspec_errors import shows_no_secret, translate
 from remote_ckpt.store.local import LocalStore
+from remote_ckpt.store.option_checks import check_endpoint
 from remote_ckpt.store.wrappers import PrefixStore
 from remote_ckpt.url import Location
 
@@ -97,6 +98,8 @@ def open_fsspec_store(
         return S3fsStore(location, file_system, transfer, retry)
     if location.scheme in _BUCKETS:
         given.setdefault("use_listings_cache", False)
+        if given.get("endpoint_url"):
+            check_endpoint(given["endpoint_url"], option="endpoint_url")
     return FsspecStore(location, _open_file_system(location, given), transfer)
 
 
@@ -109,7 +112,7 @@ def _open_file_system(location: Location, options: Mapping[str, Any]) -> Any:
         raise MissingDependencyError(
             f"{location.scheme}:// through fsspec needs another package: {error}", url=location.url
         ) from error
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         # The text may hold an option's value: only its kind is told.
         message = f"the file system for {location.scheme}:// refused its options ({type(error).__name__})"
         raise ConfigError(message, url=location.url) from None
@@ -297,7 +300,7 @@ class FsspecStore:
             found = translate(error, operation=operation, url=self.url, key=key)
             if isinstance(found, ObjectNotFoundError):
                 self._check_bucket(operation)
-            raise found from error
+            raise found from (error if shows_no_secret(error) else None)
 
     def _check_bucket(self, operation: str) -> None:
         """Raise BucketNotFoundError where "not found" may mean the bucket: gcsfs and adlfs don't tell."""

@@ -54,6 +54,11 @@ def translate(error: Exception, *, operation: str, url: str, key: str | None = N
     return _from_built_in(error, **where)
 
 
+def shows_no_secret(error: Exception) -> bool:
+    """Whether an error can be chained: clients put signed URLs into their texts."""
+    return all(redact_url(str(each)) == str(each) for each in _chain(error))
+
+
 def _chain(error: BaseException | None) -> Iterator[Exception]:
     while isinstance(error, Exception):
         yield error

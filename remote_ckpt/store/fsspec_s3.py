@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timezone
@@ -35,6 +36,8 @@ from remote_ckpt.store.fsspec import FsspecStore
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.http_errors import no_listing_message
+from remote_ckpt.store.obstore_options import ENDPOINT_VARIABLES
+from remote_ckpt.store.option_checks import check_endpoint, check_mappings
 from remote_ckpt.url import Location, redact_url
 
 _log = logging.getLogger("remote_ckpt")
@@ -44,16 +47,30 @@ _PART_TRIES: Final = 3
 
 
 def plan_s3fs_options(given: Mapping[str, Any], retry: RetryOptions) -> dict[str, Any]:
-    """Return s3fs's options: the user's, without caches, each request sent once, with our time-outs."""
+    """Return s3fs's options: the user's, without caches, each request sent once, with our time-outs.
+
+    Raises:
+        ConfigError: An endpoint that cannot be one, or an option of the wrong type.
+    """
+    check_mappings(given)
+    _check_endpoints(given)
     config = {
         "connect_timeout": min(retry.connect_seconds, retry.total_seconds),
         "read_timeout": min(retry.request_seconds, retry.total_seconds),
         **_checksum_settings(given),
-        **given.get("config_kwargs", {}),
+        **(given.get("config_kwargs") or {}),
         # Who retries is RetryStore; a create that botocore sends again reports its own success as a conflict.
         "retries": {"total_max_attempts": 1, "mode": "standard"},
     }
     return {"use_listings_cache": False, **given, "config_kwargs": config}
+
+
+def _check_endpoints(given: Mapping[str, Any]) -> None:
+    """Check all endpoints that botocore may take: it repeats a malformed one in its errors."""
+    sources = {"endpoint_url": given, **dict.fromkeys(ENDPOINT_VARIABLES, os.environ)}
+    for name, source in (*sources.items(), ("endpoint_url", given.get("client_kwargs") or {})):
+        if source.get(name):
+            check_endpoint(source[name], option=name)
 
 
 def _checksum_settings(given: Mapping[str, Any]) -> dict[str, str]:
@@ -61,7 +78,7 @@ def _checksum_settings(given: Mapping[str, Any]) -> dict[str, str]:
     from botocore.config import Config
 
     names = ("request_checksum_calculation", "response_checksum_validation")
-    is_custom = given.get("endpoint_url") or given.get("client_kwargs", {}).get("endpoint_url")
+    is_custom = given.get("endpoint_url") or (given.get("client_kwargs") or {}).get("endpoint_url")
     return {name: "when_required" for name in names if is_custom and name in Config.OPTION_DEFAULTS}
 
 

@@ -17,6 +17,7 @@ from email.message import Message
 from typing import Any, Final
 
 from remote_ckpt.errors import StoreTimeoutError, StoreUnavailableError
+from remote_ckpt.url import redact_url
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 """Longest body read: a thousand keys of a kibibyte, each byte escaped, are below 4 MiB."""
@@ -138,4 +139,4 @@ def _check_complete(answer: Any) -> None:
 
 
 def _described(reason: object) -> str:
-    return str(reason).strip() or type(reason).__name__
+    return redact_url(str(reason).strip())[:200] or type(reason).__name__

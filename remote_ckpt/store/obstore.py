@@ -282,6 +282,11 @@ class ObstoreStore:
             raise
         except DRIVER_ERRORS as error:
             raise translate(error, operation=operation, url=self.url, key=key) from redacted(error)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of pyo3: it cannot be imported
+                raise
+            message = f"{operation} failed inside of obstore"
+            raise StoreError(message, url=self.url, key=key, operation=operation) from None
 
     def _send(
         self, key: str, chunks: CheckedChunks, size_bytes: int, part_bytes: int, concurrency: int

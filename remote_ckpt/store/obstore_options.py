@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from remote_ckpt.errors import ConfigError
 from remote_ckpt.store.credentials import AwsIdentity, CredentialProvider, find_aws_identity
+from remote_ckpt.store.option_checks import check_endpoint, check_mappings
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class DriverSettings:
     verify: str | bool | None = None
 
 
+ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _IGNORED: Final = frozenset(
     {
         *("default_block_size", "default_fill_cache", "default_cache_type", "fixed_upload_size", "blocksize"),
@@ -133,7 +135,7 @@ def plan_s3(bucket: str, options: Mapping[str, Any], environ: Mapping[str, str])
     identity = AwsIdentity(None) if given.get("skip_signature") else find_aws_identity(given, environ)
     region = given.get("region") or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     region = region or identity.region or "us-east-1"
-    endpoint = _s3_endpoint(given, environ, region) or identity.endpoint_url
+    endpoint = _s3_endpoint(given, environ, region) or _profile_endpoint(identity)
     config = _payload_protection(endpoint, environ)
     config.update({name: value for name, value in given.items() if name in _S3_NATIVE})
     config.update(region=region, virtual_hosted_style_request=_is_virtual_hosted(given))
@@ -149,24 +151,30 @@ def plan_s3(bucket: str, options: Mapping[str, Any], environ: Mapping[str, str])
 
 def plan_gcs(options: Mapping[str, Any]) -> DriverSettings:
     """Return the settings for Google Cloud Storage from gcsfs-style options (``token``, ``endpoint_url``)."""
+    check_mappings(options)
     given = _without_ignored(options)
     given.update(_gcs_token(given.pop("token", None)))
     if endpoint := given.pop("endpoint_url", None):
         given["base_url"] = endpoint
     client_options = given.pop("client_options", {})
     _refuse_unknown(given, _GCS_NATIVE)
-    endpoint = given.get("base_url")
+    endpoint = _given_endpoint(given, "base_url")
     return DriverSettings(given, {**_allow_http(endpoint), **client_options}, endpoint_url=endpoint)
 
 
 def plan_azure(options: Mapping[str, Any]) -> DriverSettings:
     """Return the settings for Azure Blob Storage from adlfs-style options (``account_name``, ...)."""
+    check_mappings(options)
     given = {_AZURE_ALIASES.get(name, name): value for name, value in _without_ignored(options).items()}
     given.update(_azure_connection(given.pop("connection_string", "")))
     client_options = given.pop("client_options", {})
     _refuse_unknown(given, _AZURE_NATIVE)
-    endpoint = given.get("endpoint")
+    endpoint = _given_endpoint(given, "endpoint")
     return DriverSettings(given, {**_allow_http(endpoint), **client_options}, endpoint_url=endpoint)
+
+
+def _given_endpoint(given: Mapping[str, Any], name: str) -> str | None:
+    return check_endpoint(given[name], option=name) if given.get(name) else None
 
 
 def _without_ignored(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,11 +191,12 @@ def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str]) -> None:
 
 def _flat_s3(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options, those in nested mappings too, under one name each; top-level ones win."""
+    check_mappings(options)
     top = _without_ignored(options)
     boto_config = top.pop("config_kwargs", {})
     _refuse_unknown(boto_config, _IGNORED_BOTO_CONFIG)
     nested = {
-        **boto_config.get("s3", {}),
+        **(boto_config.get("s3") or {}),
         **_without_ignored(top.pop("s3_additional_kwargs", {})),
         **_without_ignored(top.pop("client_kwargs", {})),
     }
@@ -200,13 +209,16 @@ def _s3_name(name: str) -> str:
 
 
 def _s3_endpoint(given: Mapping[str, Any], environ: Mapping[str, str], region: str) -> str | None:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoint = given.get("endpoint_url") or next((environ[n] for n in names if environ.get(n)), None)
-    if endpoint is None and given.get("use_ssl") is False:
-        return f"http://s3.{region}.amazonaws.com"
-    if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ConfigError(f"the endpoint {endpoint!r} must start with http:// or https://")
-    return endpoint.rstrip("/") if endpoint else None
+    sources = {"endpoint_url": given, **dict.fromkeys(ENDPOINT_VARIABLES, environ)}
+    for name, source in sources.items():
+        if source.get(name):
+            return check_endpoint(source[name], option=name)
+    return f"http://s3.{region}.amazonaws.com" if given.get("use_ssl") is False else None
+
+
+def _profile_endpoint(identity: AwsIdentity) -> str | None:
+    found = identity.endpoint_url
+    return check_endpoint(found, option="the profile's endpoint_url") if found else None
 
 
 def _is_aws(endpoint: str | None) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import obstore
 import pytest
 
 from remote_ckpt.errors import (
     AccessDeniedError,
+    ConfigError,
     StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
@@ -149,3 +152,87 @@ UPLOAD = """<?xml version="1.0"?><InitiateMultipartUploadResult><Bucket>bucket</
 <UploadId>u</UploadId></InitiateMultipartUploadResult>"""
 COMPLETED = """<?xml version="1.0"?><CompleteMultipartUploadResult><Location>l</Location>
 <Bucket>bucket</Bucket><Key>run/k</Key><ETag>"e"</ETag></CompleteMultipartUploadResult>"""
+
+
+BAD_ENDPOINTS = [
+    "user:s3cret@minio:9000",
+    "http://user:s3cret@127.0.0.1:1",
+    "http://127.0.0.1:99999999",
+    "http://127.0.0.1:port",
+    "http://",
+    "http://[::1",
+    "http://ho st",
+    "https://minio.lab/?X-Amz-Signature=s3cret",
+    "s3cret",
+    7,
+]
+
+
+class TestMalformedOptions:
+    @pytest.fixture(params=[None, "fsspec"], ids=["obstore", "s3fs"])
+    def transport(self, request: pytest.FixtureRequest) -> str | None:
+        found: str | None = request.param
+        return found
+
+    @pytest.mark.parametrize("endpoint", BAD_ENDPOINTS)
+    @pytest.mark.parametrize("place", ["endpoint_url", "client_kwargs", "AWS_ENDPOINT_URL"])
+    def test_a_malformed_endpoint_is_named_by_its_option_and_not_repeated(
+        self, transport: str | None, endpoint: Any, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, Any] = {"key": "k", "secret": "s"}
+        if place == "client_kwargs":
+            given["client_kwargs"] = {"endpoint_url": endpoint}
+        elif place == "endpoint_url":
+            given["endpoint_url"] = endpoint
+        else:
+            monkeypatch.setenv(place, str(endpoint))
+        with pytest.raises(
+            ConfigError, match="AWS_ENDPOINT_URL" if "AWS" in place else "endpoint_url"
+        ) as caught:
+            open_store(URL, storage_options=given, transport=transport)
+        assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+    @pytest.mark.parametrize("endpoint", ["http://", "http://user:s3cret@host"])
+    @pytest.mark.parametrize(
+        ("url", "option"), [("gs://bucket/run", "endpoint_url"), ("az://container/run", "endpoint")]
+    )
+    def test_those_of_other_providers_are_checked_too(self, url: str, option: str, endpoint: str) -> None:
+        with pytest.raises(ConfigError, match="the endpoint") as caught:
+            open_store(url, storage_options={option: endpoint})
+        assert "s3cret" not in str(caught.value)
+
+    @pytest.mark.parametrize("endpoint", ["http://[::1]:9000", "https://minio.lab/s3/", "http://localhost:1"])
+    def test_sound_endpoints_pass(self, transport: str | None, endpoint: str) -> None:
+        given = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+        assert open_store(URL, storage_options=given, transport=transport).url == URL
+
+    @pytest.mark.parametrize("option", ["client_kwargs", "config_kwargs", "s3_additional_kwargs"])
+    def test_text_in_place_of_a_mapping_is_a_wrong_call(self, transport: str | None, option: str) -> None:
+        with pytest.raises(ConfigError, match=f"{option} must be a mapping, not str"):
+            open_store(
+                URL, storage_options={"key": "k", "secret": "s", option: "s3cret"}, transport=transport
+            )
+
+    def test_storage_options_of_another_type_are_a_wrong_call(self, transport: str | None) -> None:
+        with pytest.raises(ConfigError, match="storage_options must be a mapping, not str"):
+            open_store(URL, storage_options="s3cret", transport=transport)  # type: ignore[arg-type]
+
+    def test_keys_that_are_no_text_are_a_wrong_call(self) -> None:
+        with pytest.raises(ConfigError, match="must be text"):
+            open_store(URL, storage_options={"key": "k", "secret": 7})
+
+
+class PanicException(BaseException):
+    """What pyo3 raises where Rust panics: no Exception, and no class that can be imported."""
+
+
+def test_a_panic_of_the_native_client_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("s3cret")
+
+    given = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:1"}
+    store = open_store(URL, storage_options=given, options=ONCE)
+    monkeypatch.setattr(obstore, "get", panic)
+    with pytest.raises(StoreError, match="inside of obstore") as caught:
+        store.read("k")
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
