@@ -230,6 +230,10 @@ def delete(root: Store) -> None:
     delete_checkpoint(root.scope("10"))
 
 
+def delete_if_idle(root: Store) -> None:
+    delete_checkpoint(root.scope("10"), if_generation=1, if_idle=True)
+
+
 def pin(root: Store) -> object:
     return set_pinned(root.scope("10"), True)
 
@@ -250,6 +254,7 @@ SETTINGS: dict[str, tuple[dict[str, Act], Act | None, int]] = {
     "deleter and pinner": ({"deleter": delete, "pinner": pin}, before, 4),
     "overwriter and pinner": ({"saver a": overwrite(b"a"), "pinner": pin}, before, 3),
     "overwriter and deleter": ({"saver a": overwrite(b"a"), "deleter": delete}, before, 3),
+    "overwriter and retention": ({"saver a": overwrite(b"a"), "deleter": delete_if_idle}, before, 3),
     "two deleters": ({"deleter": delete, "deleter 2": delete}, before, 4),
     "saver, deleter, pinner": ({"saver a": create(b"a"), "deleter": delete, "pinner": pin}, before, 2),
     "two overwriters, reader": (
