@@ -247,3 +247,13 @@ def test_two_loads_in_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert results == [True] * 8
+
+
+def test_what_stock_dcp_resumed_from_is_not_deleted_by_retention(tmp_path: Path) -> None:
+    from remote_ckpt import find_all_checkpoints, keep_last_n_checkpoints
+
+    for step in (1, 2, 3):
+        save({"a": torch.full((2,), float(step))}, str(tmp_path / str(step)))
+    load({"a": torch.zeros(2)}, str(tmp_path / "1"))
+    keep_last_n_checkpoints(tmp_path, 1)
+    assert [path.name for path in find_all_checkpoints(tmp_path)] == ["1", "3"]

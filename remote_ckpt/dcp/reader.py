@@ -42,9 +42,10 @@ from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
 from remote_ckpt.newest import PLAIN_NAME, Newest, read_newest
 from remote_ckpt.options import Options
+from remote_ckpt.resumed import note_resumed
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
-from remote_ckpt.url import parse_location
+from remote_ckpt.url import Location, parse_location
 
 STOCK_METADATA = ".metadata"
 
@@ -192,6 +193,7 @@ class RemoteStorageReader(StorageReader):
         try:
             with self._opened() as checkpoint:
                 self._run(job, checkpoint, plan, resolution)
+            note_resumed(self._require_location())
         except CheckpointNotFoundError as error:  # on a local disk the folder is gone
             raise self._changed() from error
         finally:
@@ -338,14 +340,17 @@ class RemoteStorageReader(StorageReader):
 
     @contextmanager
     def _opened(self) -> Iterator[Store]:
-        if self._location is None:
-            raise UrlError("give RemoteStorageReader a url, or dcp.load a checkpoint_id")
-        parent, name = self._location.split()
+        parent, name = self._require_location().split()
         root = open_store(
             parent, storage_options=self._storage_options, transport=self._transport, options=self._options
         )
         with closing(root), closing(root.scope(name)) as checkpoint:
             yield checkpoint
+
+    def _require_location(self) -> Location:
+        if self._location is None:
+            raise UrlError("give RemoteStorageReader a url, or dcp.load a checkpoint_id")
+        return self._location
 
     def _require_resolution(self) -> Resolution:
         if self._resolution is None:

@@ -50,6 +50,7 @@ from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest, ObjectEntry, index_key, new_token, stock_metadata_key
 from remote_ckpt.options import Options
 from remote_ckpt.probe import probe_create_only
+from remote_ckpt.resumed import note_committed
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.transfer import ObjectUpload, upload_objects
@@ -192,6 +193,7 @@ class RemoteStorageWriter(StorageWriter):
                 self._withdraw(keys)
             raise
         self.manifest = committed
+        note_committed(self._require_location())
         protocol.finish_replacement(self._open(), committed, stock)
         self._close()
 
@@ -339,7 +341,8 @@ class RemoteStorageWriter(StorageWriter):
     def _withdraw(self, keys: Sequence[str]) -> None:
         """Delete this attempt's keys after a definite failure; what cannot be deleted is the sweep's."""
         try:
-            failures = protocol.withdraw(self._open(), keys)
+            save_id = None if self._attempt is None else self._attempt.save_id
+            failures = protocol.withdraw(self._open(), keys, save_id)
         except Exception as error:
             logger.warning("could not clean up after a failed save of %s: %s", self.url, error)
             return
