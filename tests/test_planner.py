@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from remote_ckpt import (
     CheckedLoadPlanner,
     CheckedSavePlanner,
+    CheckpointDamagedError,
     ConfigError,
     DtypeMismatchError,
     KeyMismatchError,
@@ -35,6 +37,7 @@ from remote_ckpt import (
     UntrustedDataError,
 )
 from remote_ckpt.dcp.collective import open_group
+from remote_ckpt.dcp.matching import match_keys
 
 _numbers = itertools.count()
 
@@ -100,6 +103,15 @@ def test_br_113_saves_with_cached_plans_hold_what_was_saved_each_time(place: str
         state: dict[str, Any] = {"w": torch.zeros(3), "step": 0.0, **{name: torch.zeros(1) for name in extra}}
         load_all(url, state)
         assert (state["w"].tolist(), state["step"]) == ([value] * 3, value)
+
+
+@pytest.mark.usefixtures("_no_cached_plans")
+def test_a_cached_plan_is_not_used_for_the_same_names_in_another_structure(place: str) -> None:
+    structures: list[dict[str, Any]] = [{"a.b": torch.ones(2)}, {"a": {"b": torch.ones(2)}}]
+    for number, state in enumerate(structures * 2):
+        save_all(f"{place}{number}", state, enable_plan_caching=True)
+    paths = [RemoteStorageReader(f"{place}{number}").read_metadata().planner_data for number in range(4)]
+    assert paths == [{"a.b": ("a.b",)}, {"a.b": ("a", "b")}] * 2
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -236,6 +248,13 @@ def test_br_91_an_empty_container_takes_a_list_of_dicts_as_a_whole(place: str, t
     load_all(place, state)
     assert torch.equal(state["my_key"][0].pop("t"), torch.ones(2))
     assert state == {"my_key": [{"k1": 1}, {"k2": 2}], "other": 1}
+
+
+@pytest.mark.parametrize("path", [("m", "a", 200_000_000), ("m", -1), ("m", 1.5), [1], ()])
+def test_a_path_that_cannot_be_right_is_damage_and_makes_no_list(path: Any) -> None:
+    metadata = Metadata({"m.a": BytesStorageMetadata()}, planner_data={"m.a": path})
+    with pytest.raises(CheckpointDamagedError, match="structure cannot be used"):
+        match_keys({"m": None}, {"m": ("m",)}, {"m": None}, metadata, key_filter=lambda _: True)
 
 
 def test_br_91_none_takes_a_dict_and_a_dict_takes_none(place: str) -> None:

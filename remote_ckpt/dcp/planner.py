@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
@@ -74,6 +81,7 @@ class CheckedSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan with checksums of the values that may be held by several ranks."""
+        self._forget_plan_of_another_structure()
         plan = super().create_local_plan()
         checksums = {}
         for item in plan.items:
@@ -81,6 +89,13 @@ class CheckedSavePlanner(DefaultSavePlanner):
             if checksum is not None:
                 checksums[item.index.fqn] = checksum
         return replace(plan, planner_data=_RankData(plan.planner_data, checksums))
+
+    def _forget_plan_of_another_structure(self) -> None:
+        """torch's cache compares names only: ``{"a.b": x}`` would be saved as ``{"a": {"b": x}}`` was."""
+        plans = SavePlanner._cached_save_plan
+        known = plans.get(self._cached_plans_key)
+        if known is not None and known.planner_data != getattr(self, "mappings", None):
+            del plans[self._cached_plans_key]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check that ranks agree, then plan as torch does. Coordinator only.
