@@ -33,6 +33,7 @@ from remote_ckpt.dcp.state import (
 from remote_ckpt.dcp.writer import RemoteStorageWriter
 from remote_ckpt.errors import (
     CheckpointChangedError,
+    CommitUnknownError,
     ConfigError,
     LoadFailedError,
     RemoteCkptError,
@@ -82,7 +83,8 @@ def save_checkpoint(
     """Save a plain, DDP, FSDP, FSDP2, HSDP or tensor-parallel model and what belongs to it.
 
     The checkpoint exists once this returns, and not before. One that it replaces stays readable until then.
-    All ranks of the group call this together.
+    All ranks of the group call this together, and no other operation of this package on that group runs at
+    the same time in another thread.
 
     Args:
         ckpt_dir: The checkpoint's own path or URL: ``"s3://bucket/run/ckpt/199"``.
@@ -102,23 +104,26 @@ def save_checkpoint(
         CheckpointExistsError: Committed already without ``overwrite``, or a file stands there.
         CheckpointPinnedError: It is pinned.
         SaveFailedError: A rank failed; nothing was committed. Names rank, object and cause.
-        CommitUnknownError: The store never said whether the commit took effect.
+        CommitUnknownError: The store never said whether the commit took effect, or a rank was lost while
+            data was written or committed; list the checkpoints to see.
         ConfigError, StoreError: Wrong URL or options; a store that refused.
     """
     options = options or Options()
     group = _group(process_group, options, SaveFailedError)
-    location, state = _agree(
-        group, ckpt_dir, lambda: collect_state(model, optimizer, others, iteration=iteration)
-    )
-    writer = RemoteStorageWriter(
-        cast("str", ckpt_dir),
-        storage_options=storage_options,
-        transport=transport,
-        overwrite=overwrite,
-        options=options,
-        left_out=left_out_names(model),
-    )
-    with group.translated(), _quiet_alone():
+
+    def prepare() -> tuple[RemoteStorageWriter, dict[str, Any]]:
+        writer = RemoteStorageWriter(
+            cast("str", ckpt_dir),
+            storage_options=storage_options,
+            transport=transport,
+            overwrite=overwrite,
+            options=options,
+            left_out=left_out_names(model),
+        )
+        return writer, collect_state(model, optimizer, others, iteration=iteration)
+
+    location, (writer, state) = _agree(group, ckpt_dir, prepare)
+    with group.translated(lost=CommitUnknownError), _quiet_alone():
         save(state, storage_writer=writer, planner=CheckedSavePlanner(), **_on(group))
     note_committed(location)
     logger.info("saved %s", location.url)
@@ -166,7 +171,8 @@ def load_checkpoint(
         The saved ``iteration``; None where a loose load found none.
 
     Raises:
-        CheckpointNotFoundError: A listing succeeded and there is no such checkpoint.
+        CheckpointNotFoundError: A listing succeeded and there is no such checkpoint, or just a folder with a
+            ``checkpoint.pth``, which :func:`~remote_ckpt.pretrained.init_fsdp_model_from_checkpoint` reads.
         KeyMismatchError: Names are missing or unexpected, or nothing of the model is there (always an error).
         ShapeMismatchError, DtypeMismatchError, MismatchError: Values do not fit. Nothing was changed.
         UntrustedDataError: A Python object needs ``trusted=True``.
@@ -177,16 +183,20 @@ def load_checkpoint(
     """
     options = options or Options()
     group = _group(process_group, options, LoadFailedError)
-    location, _ = _agree(group, ckpt_dir, lambda: require_loadable(others))
-    reader = RemoteStorageReader(
-        cast("str", ckpt_dir),
-        storage_options=storage_options,
-        transport=transport,
-        options=options,
-        trusted=trusted,
-        convert_dtype=convert_dtype,
-    )
-    target = _Target(model, optimizer, others)
+
+    def prepare() -> tuple[RemoteStorageReader, _Target]:
+        require_loadable(others)
+        reader = RemoteStorageReader(
+            cast("str", ckpt_dir),
+            storage_options=storage_options,
+            transport=transport,
+            options=options,
+            trusted=trusted,
+            convert_dtype=convert_dtype,
+        )
+        return reader, _Target(model, optimizer, others)
+
+    location, (reader, target) = _agree(group, ckpt_dir, prepare)
     planner = CheckedLoadPlanner(
         strict=strict_loading,
         trusted=trusted,
@@ -221,7 +231,7 @@ class _Target:
 
     def template(self, reader: RemoteStorageReader, resolution: Resolution) -> dict[str, Any]:
         reader.adopt(resolution)
-        state = collect_state(self.model, self.optimizer, self.others, iteration=None)
+        state = collect_state(self.model, self.optimizer, self.others, iteration=None, fills_optimizer=True)
         unsaved = drop_unsaved_optimizer_state(state, reader.read_metadata().state_dict_metadata)
         if unsaved:
             logger.warning("%s holds no optimizer state for %s", reader.url, listed(unsaved))

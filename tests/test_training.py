@@ -134,6 +134,42 @@ def test_br_101_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(run: s
     assert resumed["schedule"].get_last_lr() == whole["schedule"].get_last_lr()
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "plain": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_save_before_the_first_step_changes_nothing_and_loads_as_what_it_was(run: str, kind: str) -> None:
+    untouched, saved, loaded = make_model(0), make_model(0), make_model(1)
+    expected = train(untouched, OPTIMIZERS[kind](untouched), 4)
+    optimizer = OPTIMIZERS[kind](saved)
+    schedule_steps = torch.optim.lr_scheduler.ConstantLR  # it puts a method of its own in place of ``step``
+    schedule_steps(optimizer, factor=1.0)
+    step = optimizer.step
+    save_checkpoint(f"{run}/0", iteration=0, model=saved, optimizer=optimizer)
+    assert optimizer.step is step
+    assert not optimizer.state
+    other = OPTIMIZERS[kind](loaded)
+    schedule_steps(other, factor=1.0)
+    assert load_checkpoint(f"{run}/0", model=loaded, optimizer=other) == 0
+    assert not other.state
+    assert train(saved, optimizer, 4) == expected
+    assert train(loaded, other, 4) == expected
+
+
+def test_an_optimizer_that_took_steps_can_go_back_to_before_the_first(run: str) -> None:
+    untouched, model = make_model(0), make_model(0)
+    expected = train(untouched, OPTIMIZERS["adamw"](untouched), 4)
+    optimizer = OPTIMIZERS["adamw"](model)
+    save_checkpoint(f"{run}/0", iteration=0, model=model, optimizer=optimizer)
+    train(model, optimizer, 3)
+    load_checkpoint(f"{run}/0", model=model, optimizer=optimizer)
+    assert train(model, optimizer, 4) == expected
+
+
 def test_br_96_a_stateful_object_stays_the_same_object_and_its_next_save_is_not_stale(run: str) -> None:
     model, counter = make_model(), Counter(5)
     save_checkpoint(f"{run}/1", iteration=1, model=model, counter=counter)

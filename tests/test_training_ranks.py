@@ -27,12 +27,14 @@ from remote_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
     CommitOptions,
+    CommitUnknownError,
     ConfigError,
     KeyMismatchError,
     LoadFailedError,
     Options,
     SaveFailedError,
     find_latest_checkpoint,
+    init_fsdp_model_from_checkpoint,
     load_checkpoint,
     register_dont_save_hooks,
     save_checkpoint,
@@ -315,7 +317,7 @@ def test_br_35_a_failure_on_some_ranks_is_one_error_on_all_and_the_next_save_wor
     assert ranks.run(train_and_save, url, "fsdp2", size=4)[0] == saved
 
 
-def test_a_rank_killed_in_its_upload_is_an_error_on_the_others_and_commits_nothing(
+def test_a_rank_killed_in_its_upload_leaves_the_others_in_doubt_and_the_old_checkpoint_whole(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "1")
@@ -323,8 +325,9 @@ def test_a_rank_killed_in_its_upload_is_an_error_on_the_others_and_commits_nothi
     first, killed, last = ranks.errors(save_with_trouble, url, "die", (1,), size=3)
     assert isinstance(killed, EOFError)
     for error in (first, last):
-        assert isinstance(error, SaveFailedError)
+        assert isinstance(error, CommitUnknownError)
         assert "lost contact: another rank died" in str(error)
+        assert "list the checkpoints to see" in str(error)
     assert ranks.run(load_anew, url, "fsdp2", size=2)[0] == (7, saved)
 
 
@@ -344,6 +347,60 @@ def test_br_35_a_commit_that_stays_undecided_is_the_same_error_on_every_rank(
     assert len({str(error) for error in errors}) == 1
     assert all(isinstance(error, CheckpointError) for error in errors)
     in_the_way.rmdir()
+    assert ranks.run(load_anew, url, "plain", size=1)[0] == (7, saved)
+
+
+def save_and_step(url: str, kind: str) -> list[float]:
+    model, optimizer = begin(kind, seed=0)
+    save_checkpoint(url, iteration=0, model=model, optimizer=optimizer, options=FAR)
+    return [step(model, optimizer, number) for number in range(3)]
+
+
+def load_and_step(url: str, kind: str) -> list[float]:
+    model, optimizer = begin(kind, seed=1)
+    load_checkpoint(url, model=model, optimizer=optimizer, options=FAR)
+    return [step(model, optimizer, number) for number in range(3)]
+
+
+def just_step(kind: str) -> list[float]:
+    model, optimizer = begin(kind, seed=0)
+    return [step(model, optimizer, number) for number in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_a_save_before_the_first_step_changes_no_later_step(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    url = str(tmp_path / "0")
+    expected = ranks.run(just_step, kind)
+    assert ranks.run(save_and_step, url, kind) == expected
+    assert ranks.run(load_and_step, url, kind) == expected
+
+
+def save_with_wrong_options(url: str) -> None:
+    wrong: Any = 5 if dist.get_rank() == 1 else None
+    save_checkpoint(url, iteration=2, model=build(1), storage_options=wrong, options=FAR)
+
+
+def load_with_wrong_options(url: str) -> None:
+    wrong: Any = 5 if dist.get_rank() == 1 else None
+    load_checkpoint(url, model=build(1), storage_options=wrong, options=FAR)
+
+
+def initialise_with_wrong_options(url: str) -> None:
+    wrong: Any = 5 if dist.get_rank() == 1 else None
+    init_fsdp_model_from_checkpoint(build(1), url, storage_options=wrong, options=FAR)
+
+
+@pytest.mark.parametrize(
+    "operation", [save_with_wrong_options, load_with_wrong_options, initialise_with_wrong_options]
+)
+def test_options_that_are_wrong_on_one_rank_are_an_error_on_all_at_once(
+    ranks: Ranks, tmp_path: Path, operation: Any
+) -> None:
+    url = str(tmp_path / "1")
+    saved = ranks.run(train_and_save, url, "plain")[0]
+    errors = ranks.errors(operation, url)
+    assert len({(type(error), str(error)) for error in errors}) == 1
+    assert getattr(errors[0], "rank", None) == 1
     assert ranks.run(load_anew, url, "plain", size=1)[0] == (7, saved)
 
 

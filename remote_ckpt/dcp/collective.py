@@ -114,8 +114,11 @@ class Group:
         self._all_gather(None)
 
     @contextlib.contextmanager
-    def translated(self) -> Iterator[None]:
+    def translated(self, *, lost: type[RemoteCkptError] | None = None) -> Iterator[None]:
         """Turn errors of torch's own collective calls on this group into ours.
+
+        Args:
+            lost: Class of the error for a lost rank, by default :attr:`failure`.
 
         Raises:
             RemoteCkptError: For a ``CheckpointException``, as :func:`~remote_ckpt.dcp.failures.unwrap`
@@ -128,7 +131,7 @@ class Group:
         except RuntimeError as error:
             if isinstance(error, RemoteCkptError) or self.process_group is None:
                 raise
-            raise self._lost(error) from error
+            raise self._lost(error, lost or self.failure) from error
 
     def _all_gather(self, value: T) -> list[T]:
         if self.process_group is None:
@@ -147,7 +150,7 @@ class Group:
             dist.broadcast_object_list(box, src=source, group=self.process_group)
         return box[0]
 
-    def _lost(self, error: RuntimeError) -> RemoteCkptError:
+    def _lost(self, error: RuntimeError, kind: type[RemoteCkptError]) -> RemoteCkptError:
         """Describe a broken collective and close our connections, so that the others learn of it at once.
 
         A rank waits for its neighbours only. Without the closing, those that are not neighbours of the
@@ -159,7 +162,7 @@ class Group:
             dist.destroy_process_group(own)
         did_time_out = "timed out" in str(error).lower()
         happened = f"did not answer within {self.timeout_seconds:g} s" if did_time_out else "died"
-        return self.failure(
+        return kind(
             f"rank {self.rank} of {self.world_size} lost contact: another rank {happened}. "
             "What was already committed is untouched; list the checkpoints to see whether this one is"
         )
@@ -172,6 +175,9 @@ def open_group(
     failure: type[RemoteCkptError] = RemoteCkptError,
 ) -> Group:
     """Return the group to agree on; all ranks of ``process_group`` call this together.
+
+    Operations with the same limit share a group, so they must not overlap: two threads of a process (an
+    asynchronous save beside a load, say) need process groups of their own, or limits that differ.
 
     Args:
         process_group: The caller's group; ``None`` means the default one. Without initialised
