@@ -2,7 +2,7 @@
 
 1. ``key`` and ``secret`` of the storage options; 2. an explicit ``profile``; 3. ``AWS_ACCESS_KEY_ID`` and
 its companions; 4. botocore's chain: ``AWS_PROFILE``, shared files, SSO, web identity (IRSA), container
-and instance roles. Without botocore obstore looks for web identity, container and instance roles itself.
+and instance roles. Without botocore only S3's directory buckets can do: obstore looks for roles itself.
 
 Static keys are handed over as a provider too: obstore would mix a key from the options with a session
 token from the environment.

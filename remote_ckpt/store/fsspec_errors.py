@@ -95,4 +95,6 @@ def _from_built_in(error: Exception, *, operation: str, url: str, key: str | Non
     if isinstance(error, OSError) and error.errno in _FULL:
         return StorageFullError(f"{what} failed: no space or quota left", **where)
     kind = next((ours for theirs, ours in _BUILT_IN if isinstance(error, theirs)), StoreError)
+    if kind is StoreTimeoutError:
+        reason = "the store did not answer in time"
     return kind(f"{what} failed ({reason})", **where)

@@ -49,6 +49,9 @@ _PART_TRIES: Final = 3
 def plan_s3fs_options(given: Mapping[str, Any], retry: RetryOptions) -> dict[str, Any]:
     """Return s3fs's options: the user's, without caches, each request sent once, with our time-outs.
 
+    Below all settings aiohttp repeats one request whose reused connection was closed without an answer; a
+    create may then report its own success as a conflict, as the contract of :meth:`Store.create` allows.
+
     Raises:
         ConfigError: An endpoint that cannot be one, or an option of the wrong type.
     """
