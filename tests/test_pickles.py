@@ -145,6 +145,10 @@ class TestNumpy:
         assert back.dtype == np.dtype("f8")
         assert back.dtype.flags == np.dtype("f8").flags
 
+    def test_an_array_without_its_state_is_damage(self) -> None:
+        with pytest.raises(CheckpointDamagedError, match="without its state"):
+            loaded(Calling(MULTIARRAY._reconstruct, (np.ndarray, (1 << 33,), b"b")))
+
     @pytest.mark.parametrize("shape", [(2,), (1 << 60, 1 << 60), (1 << 33,)])
     def test_a_shape_beyond_the_bytes_is_damage(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(CheckpointDamagedError, match="shape"):
@@ -241,7 +245,7 @@ class TestNeedsTrust:
 
     def test_structured_arrays_do(self) -> None:
         (reason,) = needs_trust(io.BytesIO(saved(np.zeros(2, dtype=[("a", "f4")]))))
-        assert "numpy" in reason
+        assert reason == "numpy value: dtype 'V4'"
 
     def test_large_archives_are_judged_by_what_they_refer_to(self) -> None:
         large = torch.zeros(5_000_000)

@@ -11,10 +11,8 @@ data in protocols 2 to 5; any other is an error.
 
 from __future__ import annotations
 
-import gc
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 _MAX_PROTOCOL = 5
@@ -69,22 +67,9 @@ def parse_pickle(data: bytes, name: Callable[[str, str], Named]) -> Any:
         MalformedPickleError: It is no pickle of plain data.
     """
     try:
-        with _collector_paused():
-            return _Machine(data, name).run()
+        return _Machine(data, name).run()
     except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
         raise MalformedPickleError(f"cut or damaged ({type(error).__name__}: {error})") from error
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the cyclic collector from walking millions of new objects again and again: half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Machine:

@@ -208,6 +208,8 @@ class _Restorer:
 
     def restore(self, value: Any) -> Any:
         if isinstance(value, Array):
+            if value.value is None:
+                raise ValueError("a numpy array without its state")
             return value.value
         if isinstance(value, ElementType):
             return value.restore()

@@ -28,7 +28,7 @@ _REFUSALS = re.compile(
     r"|Can only (create new object|build Tensor)|reduce for unrecognized function|persistent_load"
 )
 """What torch says where a pickle is sound and asks for more than is allowed. All else is damage."""
-_NAMED = re.compile(r"GLOBAL (\S+) was not|module (\S+) is blocked|(Unsupported numpy value: .+)")
+_NAMED = re.compile(r"GLOBAL (\S+) was not|module (\S+) is blocked|Unsupported (numpy value: .+)")
 _SAFE_PROTOCOL = 2
 """torch's safe unpickler reads this one only, which is the one that ``torch.save`` writes."""
 
