@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class _Access:
     """How weights are read."""
 
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)  # it may hold secrets
     transport: str | None
     options: Options
     trusted: bool

@@ -51,7 +51,7 @@ from remote_ckpt.store.chunks import CheckedChunks
 from remote_ckpt.store.fsspec_errors import shows_no_secret, translate
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.option_checks import check_endpoint
-from remote_ckpt.store.wrappers import PrefixStore
+from remote_ckpt.store.wrappers import FolderlessStore
 from remote_ckpt.url import Location
 
 _CREATE_ONLY: Final = {
@@ -118,7 +118,7 @@ def _open_file_system(location: Location, options: Mapping[str, Any]) -> Any:
         raise ConfigError(message, url=location.url) from None
 
 
-class FsspecStore:
+class FsspecStore(FolderlessStore):
     """One folder of a file system. Made by :func:`open_fsspec_store`."""
 
     def __init__(self, location: Location, file_system: Any, transfer: TransferOptions) -> None:
@@ -266,18 +266,6 @@ class FsspecStore:
             return self.info(marker).modified_at
         finally:
             self._delete_one(marker)
-
-    def scope(self, name: str, *, create: bool = False) -> Store:
-        """See :meth:`Store.scope`; folders are made when something is written."""
-        return PrefixStore(self, check_key(name))
-
-    def is_current(self) -> bool:
-        """True: folders are not looked at."""
-        return True
-
-    def remove_folder(self) -> bool:
-        """False: folders are left to the file system."""
-        return False
 
     def close(self) -> None:
         """Drop the file system; further calls raise ConfigError."""

@@ -17,7 +17,6 @@ from remote_ckpt.store.base import (
     DeleteFailure,
     Listing,
     ObjectInfo,
-    Store,
     StoreCapabilities,
     check_key,
     check_prefix,
@@ -26,7 +25,7 @@ from remote_ckpt.store.base import (
     sorted_infos,
 )
 from remote_ckpt.store.chunks import CheckedChunks
-from remote_ckpt.store.wrappers import PrefixStore
+from remote_ckpt.store.wrappers import FolderlessStore
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=timezone.utc)
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -51,7 +50,7 @@ _buckets_lock = threading.Lock()
 _fresh_numbers = itertools.count(1)
 
 
-class MemoryStore:
+class MemoryStore(FolderlessStore):
     """A bucket in memory. Every store of the same name in this process shares its objects.
 
     Args:
@@ -154,18 +153,6 @@ class MemoryStore:
     def clock(self) -> datetime:
         """Return a time later than any that this bucket has given before."""
         return self._open().now()
-
-    def scope(self, name: str, *, create: bool = False) -> Store:
-        """See :meth:`Store.scope`."""
-        return PrefixStore(self, check_key(name))
-
-    def is_current(self) -> bool:
-        """True: there are no folders that could move."""
-        return True
-
-    def remove_folder(self) -> bool:
-        """False: there are no folders to remove."""
-        return False
 
     def close(self) -> None:
         """End this store's use; the objects stay for other stores of the same name."""

@@ -41,7 +41,6 @@ from remote_ckpt.store.base import (
     DeleteFailure,
     Listing,
     ObjectInfo,
-    Store,
     StoreCapabilities,
     check_key,
     check_prefix,
@@ -54,7 +53,7 @@ from remote_ckpt.store.obstore_errors import DRIVER_ERRORS, redacted, status_of,
 from remote_ckpt.store.obstore_listing import info_of
 from remote_ckpt.store.obstore_options import DriverSettings
 from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, s3_uploads
-from remote_ckpt.store.wrappers import PrefixStore
+from remote_ckpt.store.wrappers import FolderlessStore
 from remote_ckpt.url import Location, redact_url
 
 
@@ -87,7 +86,7 @@ def open_obstore_store(
     return ObstoreStore(location, clients, settings)
 
 
-class ObstoreStore:
+class ObstoreStore(FolderlessStore):
     """One prefix of a bucket. Made by :func:`open_obstore_store`."""
 
     def __init__(self, location: Location, clients: Clients, settings: DriverSettings) -> None:
@@ -242,18 +241,6 @@ class ObstoreStore:
         with self._request("clock", ".clock") as (clients, path):
             signed_url = obstore.sign(clients.once, "HEAD", path, timedelta(minutes=5))
             return read_date(signed_url, client=clients.http, url=self.url)
-
-    def scope(self, name: str, *, create: bool = False) -> Store:
-        """See :meth:`Store.scope`; there are no folders to make."""
-        return PrefixStore(self, check_key(name))
-
-    def is_current(self) -> bool:
-        """True: there are no folders that could move."""
-        return True
-
-    def remove_folder(self) -> bool:
-        """False: there are no folders to remove."""
-        return False
 
     def open_uploads(self) -> S3Uploads:
         """Return the bucket's multipart uploads (S3 only); their keys start with the store's own prefix.

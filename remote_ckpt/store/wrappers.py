@@ -247,6 +247,22 @@ class PrefixStore(DelegatingStore):
         self._is_closed = True
 
 
+class FolderlessStore:
+    """What stores without folders have in common: a scope is a prefix, and nothing moves away."""
+
+    def scope(self: Store, name: str, *, create: bool = False) -> Store:
+        """See :meth:`Store.scope`; there is nothing to make."""
+        return PrefixStore(self, check_key(name))
+
+    def is_current(self) -> bool:
+        """True: a prefix cannot be moved away."""
+        return True
+
+    def remove_folder(self) -> bool:
+        """False: there are no folders to remove."""
+        return False
+
+
 class ReadOnlyStore(DelegatingStore):
     """A store that refuses every change with AccessDeniedError."""
 
