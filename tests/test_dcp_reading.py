@@ -257,3 +257,16 @@ def test_what_stock_dcp_resumed_from_is_not_deleted_by_retention(tmp_path: Path)
     load({"a": torch.zeros(2)}, str(tmp_path / "1"))
     keep_last_n_checkpoints(tmp_path, 1)
     assert [path.name for path in find_all_checkpoints(tmp_path)] == ["1", "3"]
+
+
+def test_paths_that_would_make_endless_lists_are_damage() -> None:
+    from remote_ckpt.dcp.metadata import rebuild_metadata
+    from remote_ckpt.errors import CheckpointDamagedError
+    from remote_ckpt.index import Index
+    from remote_ckpt.manifest import new_save_id
+
+    index = Index(
+        save_id=new_save_id(), block_bytes=4096, objects=[], planner_data={"m.a": ("m", "a", 200_000_000)}
+    )
+    with pytest.raises(CheckpointDamagedError, match=r"200000000"):
+        rebuild_metadata(index, url="memory://x")

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from remote_ckpt.coverage import cover_problem
+from remote_ckpt.dcp.nesting import require_paths
 from remote_ckpt.dcp.objects import StoredItem
 from remote_ckpt.dcp.payload import dtype_name, dtype_of
-from remote_ckpt.errors import FormatError, SaveFailedError
+from remote_ckpt.errors import CheckpointDamagedError, FormatError, SaveFailedError
 from remote_ckpt.index import BytesEntry, ChunkEntry, Index, TensorEntry
 from remote_ckpt.tagged import is_encodable
 
@@ -189,7 +190,9 @@ def rebuild_metadata(index: Index, *, url: str) -> Metadata:
 
     Raises:
         FormatError: The checkpoint has a dtype that this torch does not know.
+        CheckpointDamagedError: Its planner data would make lists that nobody saved.
     """
+    _check_paths(index, url)
     entries: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in index.blobs}
     for fqn, tensor in index.tensors.items():
         try:
@@ -203,6 +206,16 @@ def rebuild_metadata(index: Index, *, url: str) -> Metadata:
         storage_meta=StorageMeta(checkpoint_id=url, save_id=index.save_id),
         version=index.dcp_version,
     )
+
+
+def _check_paths(index: Index, url: str) -> None:
+    """Check what torch's own planner will make nested values from; other planners' data is theirs to read."""
+    if not isinstance(index.planner_data, dict):
+        return
+    try:
+        require_paths({name: path for name, path in index.planner_data.items() if isinstance(path, tuple)})
+    except ValueError as error:
+        raise CheckpointDamagedError(f"the index holds impossible paths: {error}", url=url) from error
 
 
 def _storage_metadata(tensor: TensorEntry) -> TensorStorageMetadata:
