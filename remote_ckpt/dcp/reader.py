@@ -298,8 +298,9 @@ class RemoteStorageReader(StorageReader):
         except ObjectNotFoundError as error:
             if any(info.key == PLAIN_NAME for info in checkpoint.list_children("").objects):
                 raise FormatError(
-                    f"{self.url} is a plain checkpoint (a {PLAIN_NAME}), not one of DCP: load_checkpoint and "
-                    "the init_ functions read such folders",
+                    f"{self.url} is a plain checkpoint (a {PLAIN_NAME}), not one of DCP: "
+                    "init_fsdp_model_from_checkpoint and init_model_from_checkpoint_for_evals read its "
+                    "weights",
                     url=self.url,
                 ) from error
             raise self._absent() from error
