@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from remote_ckpt._version import __version__
 from remote_ckpt.errors import (
@@ -65,8 +65,9 @@ def delete_checkpoint(
         if_generation: Delete only if this still is the newest generation: what a plan was made from.
         if_save_id: Delete only if the name still has this life (:attr:`.newest.Standing.save_id`): on a local
             disk a name that was deleted and saved again begins with generation 1 again.
-        if_idle: Delete only if no save seems to be in progress here: no object of one that is not named by a
-            generation is younger than ``options.commit.grace_seconds``.
+        if_idle: Delete only if no save seems to be in progress here: no object that a generation does not
+            name came after the last commit, within ``options.commit.grace_seconds``. What was there before is
+            of a save that was killed, as a rule, and this step saved again since: it stays for the sweep.
 
     Raises:
         CheckpointNotFoundError: Nothing that we recognise stands here.
@@ -82,7 +83,7 @@ def delete_checkpoint(
         if standing.manifest is not None and not standing.is_live:
             return finish_deletion(checkpoint, standing.manifest, options=options)
         _check_may_delete(checkpoint, standing, if_generation, if_save_id)
-        if if_idle and _is_busy(checkpoint, standing, options):
+        if if_idle and _is_busy(checkpoint, standing, options, since=_last_commit(standing)):
             raise _changed(checkpoint, "a save of it seems to be in progress")
         if not standing.generation:
             return _delete_stock(checkpoint, standing, options)
@@ -173,12 +174,17 @@ def _check_may_delete(
         raise _changed(checkpoint, f"it was saved anew: {standing.save_id} is here, not {if_save_id}")
 
 
-def _is_busy(checkpoint: Store, standing: Standing, options: Options) -> bool:
-    """Whether a save or copy seems to be in progress: no sweep would touch these objects yet either."""
-    if not standing.unnamed:
-        return False
-    youngest = max(info.modified_at for info in standing.unnamed)
-    return checkpoint.clock() - youngest < timedelta(seconds=options.commit.grace_seconds)
+def _is_busy(
+    checkpoint: Store, standing: Standing, options: Options, *, since: datetime | None = None
+) -> bool:
+    """Whether a save or copy seems to be in progress, judged by what came after ``since``."""
+    times = [info.modified_at for info in standing.unnamed if since is None or info.modified_at > since]
+    grace = timedelta(seconds=options.commit.grace_seconds)
+    return bool(times) and checkpoint.clock() - max(times) < grace
+
+
+def _last_commit(standing: Standing) -> datetime | None:
+    return None if standing.manifest is None else standing.manifest.committed_at
 
 
 def _is_ours_alone(checkpoint: Store, standing: Standing, options: Options) -> bool:

@@ -698,6 +698,13 @@ class TestDelete:
                 delete_checkpoint(store.scope("10"), if_idle=True)
         assert load(root) == (None if is_old else b"one")
 
+    def test_what_a_killed_save_left_before_the_last_commit_keeps_nothing_away(self, root: Store) -> None:
+        orphan = upload(scope(root), b"killed")
+        save(root, b"one")
+        delete_checkpoint(scope(root), if_idle=True)
+        assert load(root) is None
+        assert set(orphan.expected) <= set(keys_of(root))
+
     def test_promise_7_so_does_one_that_is_about_to_replace_a_stock_checkpoint(self, root: Store) -> None:
         TestGenerationZero.stock(root)
         upload(scope(root), b"two")

@@ -183,7 +183,7 @@ class RemoteStorageWriter(StorageWriter):
         try:
             raise_failures(reports, self.url)
             draft, stock = self._draft(metadata, results, reports, keys)
-        except Exception:  # nothing was sent that could commit
+        except (Exception, KeyboardInterrupt, SystemExit):  # nothing was sent that could commit
             self._withdraw(keys)
             raise
         try:
