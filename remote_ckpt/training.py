@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from remote_ckpt.dcp.collective import Group, open_group
+from remote_ckpt.dcp.failures import located
 from remote_ckpt.dcp.left_out import left_out_names
 from remote_ckpt.dcp.matching import is_below, listed, without_wrappers
 from remote_ckpt.dcp.planner import CheckedLoadPlanner, CheckedSavePlanner
@@ -122,9 +123,10 @@ def save_checkpoint(
         )
         return writer, collect_state(model, optimizer, others, iteration=iteration)
 
-    location, (writer, state) = _agree(group, ckpt_dir, prepare)
-    with group.translated(lost=CommitUnknownError), _quiet_alone():
-        save(state, storage_writer=writer, planner=CheckedSavePlanner(), **_on(group))
+    with located(ckpt_dir):
+        location, (writer, state) = _agree(group, ckpt_dir, prepare)
+        with group.translated(lost=CommitUnknownError), _quiet_alone():
+            save(state, storage_writer=writer, planner=CheckedSavePlanner(), **_on(group))
     note_committed(location)
     logger.info("saved %s", location.url)
 
@@ -196,16 +198,17 @@ def load_checkpoint(
         )
         return reader, _Target(model, optimizer, others)
 
-    location, (reader, target) = _agree(group, ckpt_dir, prepare)
-    planner = CheckedLoadPlanner(
-        strict=strict_loading,
-        trusted=trusted,
-        convert_dtype=convert_dtype,
-        key_filter=target.wants,
-        sections=("model",),
-        fixed=("model", "optimizer"),
-    )
-    iteration: int | None = _load_settled(group, reader, planner, target)
+    with located(ckpt_dir):
+        location, (reader, target) = _agree(group, ckpt_dir, prepare)
+        planner = CheckedLoadPlanner(
+            strict=strict_loading,
+            trusted=trusted,
+            convert_dtype=convert_dtype,
+            key_filter=target.wants,
+            sections=("model",),
+            fixed=("model", "optimizer"),
+        )
+        iteration: int | None = _load_settled(group, reader, planner, target)
     note_resumed(location)
     report = LoadReport(iteration, planner.missing, planner.unexpected)
     _tell(report, location)
@@ -284,6 +287,8 @@ def _agree(group: Group, ckpt_dir: CheckpointPath, work: Callable[[], Any]) -> t
 
 
 def _checkpoint_at(ckpt_dir: CheckpointPath) -> Location:
+    if ckpt_dir is None:
+        raise ConfigError("ckpt_dir is None: find_latest_checkpoint found no checkpoint")
     location = parse_location(ckpt_dir)
     location.split()
     return location

@@ -133,6 +133,20 @@ def test_a_failure_of_the_coordinator_alone_reaches_all_ranks(ranks: Ranks) -> N
     assert {str(error) for error in errors} == {"rank 0 of 2 failed: OSError: disk of rank 0"}
 
 
+def interrupt_the_coordinator() -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    open_all().broadcast_from_coordinator(work)
+
+
+def test_an_interrupt_of_the_coordinator_alone_is_an_error_on_the_others(ranks: Ranks) -> None:
+    first, second = ranks.errors(interrupt_the_coordinator)
+    assert isinstance(first, KeyboardInterrupt)
+    assert isinstance(second, SaveFailedError)
+    assert "KeyboardInterrupt" in str(second)
+
+
 def interrupt() -> None:
     def work() -> None:
         if dist.get_rank() == 1:
@@ -258,6 +272,18 @@ def test_a_dcp_failure_unwraps_to_the_error_of_ours_that_a_rank_met() -> None:
     error = unwrap(failure, LoadFailedError)
     assert (type(error), error.rank, error.key) == (IntegrityError, 3, "k")
     assert "rank 1 failed too" in str(error)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupt_in_a_dcp_call_is_the_same_interrupt_where_it_came(interrupt: BaseException) -> None:
+    with pytest.raises(type(interrupt)) as caught, open_all().translated():
+        raise CheckpointException("write", {0: _wrap_exception(interrupt)})
+    assert caught.value is interrupt
+
+
+def test_an_interrupt_of_another_rank_in_a_dcp_call_is_an_error_here() -> None:
+    with pytest.raises(SaveFailedError, match="interrupted by KeyboardInterrupt"), open_all().translated():
+        raise CheckpointException("write", {3: _wrap_exception(KeyboardInterrupt())})
 
 
 def test_a_dcp_failure_keeps_the_rank_that_an_error_names_already() -> None:

@@ -305,6 +305,30 @@ def test_br_93_that_nothing_of_the_model_is_there_is_an_error_even_when_loose(ru
         load_checkpoint(f"{run}/1", model=nn.ModuleDict({"b": nn.Linear(1, 1)}), strict_loading=False)
 
 
+def test_errors_about_a_checkpoint_hold_its_url_and_say_how_to_go_on(run: str) -> None:
+    model = make_model()
+    save_checkpoint(f"{run}/1", iteration=1, model=model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(KeyMismatchError, match="strict_loading=False") as caught:
+        load_checkpoint(f"{run}/1", model=model, optimizer=optimizer)
+    assert "the checkpoint holds no optimizer state; missing" in str(caught.value)
+    assert str(caught.value.url).endswith(f"{run}/1")
+    for other, error in (
+        (make_model(width=5), ShapeMismatchError),
+        (make_model().half(), DtypeMismatchError),
+    ):
+        with pytest.raises(error) as refused:
+            load_checkpoint(f"{run}/1", model=other)
+        assert refused.value.url == caught.value.url
+        assert f"{run}/1" in str(refused.value)
+
+
+def test_none_in_place_of_a_checkpoint_is_said_to_be_what_a_search_without_result_returns(run: str) -> None:
+    latest: Any = find_latest_checkpoint(run)
+    with pytest.raises(ConfigError, match="ckpt_dir is None: find_latest_checkpoint found no checkpoint"):
+        load_checkpoint(latest, model=make_model())
+
+
 def test_another_shape_is_an_error_and_leaves_the_model_alone(run: str) -> None:
     save_checkpoint(f"{run}/1", iteration=1, model=make_model(width=3))
     model, same = make_model(1, width=5), make_model(1, width=5)
@@ -331,6 +355,49 @@ def test_an_object_of_a_foreign_class_needs_trust(run: str) -> None:
         load_checkpoint(f"{run}/1", model=model, extra=extra)
     load_checkpoint(f"{run}/1", model=model, extra=extra, trusted=True)
     assert extra["path"].count == 4
+
+
+# --- interrupts ---------------------------------------------------------------------------------
+
+
+class Interrupts(Counter):
+    """A stateful object in which somebody presses Ctrl-C or a signal handler calls ``sys.exit``."""
+
+    def __init__(self, interrupt: BaseException, is_in_upload: bool = False) -> None:
+        super().__init__()
+        self.interrupt, self.is_in_upload = interrupt, is_in_upload
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_in_upload:
+            return {"value": self}
+        raise self.interrupt
+
+    def __reduce__(self) -> Any:
+        raise self.interrupt
+
+
+@pytest.mark.parametrize("is_in_upload", [False, True])
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupt_of_a_save_stays_one_and_nothing_is_committed(
+    run: str, interrupt: BaseException, is_in_upload: bool
+) -> None:
+    with pytest.raises(type(interrupt)) as caught:
+        save_checkpoint(
+            f"{run}/1", iteration=1, model=make_model(), other=Interrupts(interrupt, is_in_upload)
+        )
+    assert caught.value is interrupt
+    assert find_latest_checkpoint(run) is None
+
+
+@pytest.mark.parametrize("method", ["resolve", "read_data"])
+def test_an_interrupt_of_a_load_stays_one(run: str, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def press_ctrl_c(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    save_checkpoint(f"{run}/1", iteration=1, model=make_model())
+    monkeypatch.setattr(RemoteStorageReader, method, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint(f"{run}/1", model=make_model())
 
 
 # --- replacing ----------------------------------------------------------------------------------

@@ -328,6 +328,7 @@ def test_a_rank_killed_in_its_upload_leaves_the_others_in_doubt_and_the_old_chec
         assert isinstance(error, CommitUnknownError)
         assert "lost contact: another rank died" in str(error)
         assert "list the checkpoints to see" in str(error)
+        assert str(error.url).endswith(url)
     assert ranks.run(load_anew, url, "fsdp2", size=2)[0] == (7, saved)
 
 

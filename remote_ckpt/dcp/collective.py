@@ -19,7 +19,15 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from remote_ckpt.dcp.failures import Failure, as_exception, cause_of, chosen, describe, unwrap
+from remote_ckpt.dcp.failures import (
+    Failure,
+    as_exception,
+    cause_of,
+    chosen,
+    describe,
+    interrupt_of,
+    unwrap,
+)
 from remote_ckpt.errors import ConfigError, RemoteCkptError
 
 T = TypeVar("T")
@@ -104,6 +112,10 @@ class Group:
             except Exception as caught:
                 error = caught
                 outcome = None, describe(caught, self.rank)
+            except BaseException as caught:
+                with contextlib.suppress(RemoteCkptError):
+                    self._broadcast((None, describe(as_exception(caught), self.rank)))
+                raise  # as in agree
         value, failure = self._broadcast(outcome)
         if failure is not None:
             raise chosen([failure], self.failure, self.world_size) from cause_of([failure], error, self.rank)
@@ -123,10 +135,14 @@ class Group:
         Raises:
             RemoteCkptError: For a ``CheckpointException``, as :func:`~remote_ckpt.dcp.failures.unwrap`
                 says, and for a lost rank.
+            KeyboardInterrupt, SystemExit: Where that is what this rank itself met, rather than the error
+                that the other ranks get.
         """
         try:
             yield
         except CheckpointException as error:
+            if (interrupt := interrupt_of(error, self.rank)) is not None:
+                raise interrupt from error
             raise unwrap(error, self.failure, world_size=self.world_size) from error
         except RuntimeError as error:
             if isinstance(error, RemoteCkptError) or self.process_group is None:

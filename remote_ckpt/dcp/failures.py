@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from remote_ckpt.errors import CheckpointChangedError, LoadFailedError, RemoteCkptError, SaveFailedError
+from remote_ckpt.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    LoadFailedError,
+    MismatchError,
+    RemoteCkptError,
+    SaveFailedError,
+)
+from remote_ckpt.url import parse_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +63,22 @@ def unwrap(
         failure: Class of the result where no rank met an error of ours.
         world_size: For the message.
     """
-    failures = [describe(error, rank) for rank, (error, _) in sorted(exc.failures.items())]
+    failures = [describe(_told(error), rank) for rank, (error, _) in sorted(exc.failures.items())]
     return chosen(failures, failure, world_size)
+
+
+def _told(error: BaseException) -> BaseException:
+    return error if isinstance(error, Exception) else as_exception(error)
+
+
+def interrupt_of(exc: CheckpointException, rank: int) -> BaseException | None:
+    """Return the ``KeyboardInterrupt`` or ``SystemExit`` that ended the operation on this rank, if one did.
+
+    torch puts it into the ``CheckpointException`` with the failures. Turned into an error of ours it would
+    be caught by those who go on after an error.
+    """
+    error, _ = exc.failures.get(rank, (None, None))
+    return None if isinstance(error, Exception) else error
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -97,6 +121,17 @@ def chosen(
     if error.rank is None:
         error.rank = first.rank
     return error
+
+
+@contextmanager
+def located(ckpt_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Put the checkpoint's URL into errors about it that leave the block without one."""
+    try:
+        yield
+    except (CheckpointError, MismatchError) as error:
+        if error.url is None:
+            error.url = parse_location(ckpt_dir).url
+        raise
 
 
 def cause_of(failures: Sequence[Failure], own: Exception | None, rank: int) -> Exception:

@@ -204,13 +204,20 @@ def _is_fixed(name: str, fixed: Sequence[str]) -> bool:
     return any(is_below(section, [name]) for section in fixed)
 
 
-def raise_key_mismatch(reports: Sequence[KeyReport], unexpected: Collection[str], *, strict: bool) -> None:
+def raise_key_mismatch(
+    reports: Sequence[KeyReport],
+    unexpected: Collection[str],
+    *,
+    strict: bool,
+    absent_sections: Iterable[str] = (),
+) -> None:
     """Judge what all ranks reported, in the order of ranks.
 
     Args:
         reports: One of each rank.
         unexpected: Names that no rank asked for.
         strict: Missing and unexpected names are errors.
+        absent_sections: Beginnings of names of which the checkpoint holds none, to be said where they miss.
 
     Raises:
         KeyMismatchError: ``strict`` and something is missing or unexpected, or a section found nothing.
@@ -223,11 +230,18 @@ def raise_key_mismatch(reports: Sequence[KeyReport], unexpected: Collection[str]
     if not unmatched and not (strict and (missing_ranks or unexpected)):
         return
     parts = [f"nothing of {section!r} is in the checkpoint" for section in unmatched]
+    parts += [
+        f"the checkpoint holds no {section} state"
+        for section in absent_sections
+        if is_below(section, missing_ranks) and section not in unmatched
+    ]
     if missing_ranks:
         names = [_with_ranks(name, ranks, len(reports)) for name, ranks in sorted(missing_ranks.items())]
         parts.append(f"missing from the checkpoint: {listed(names)}")
     if unexpected:
         parts.append(f"in the checkpoint and not asked for: {listed(sorted(unexpected))}")
+    if not unmatched:
+        parts.append("to go on without them, load with strict_loading=False (a planner: strict=False)")
     error = KeyMismatchError("names do not match: " + "; ".join(parts), operation="load")
     error.missing, error.unexpected = tuple(sorted(missing_ranks)), tuple(sorted(unexpected))
     raise error

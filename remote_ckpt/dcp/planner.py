@@ -30,6 +30,7 @@ from remote_ckpt.checksum import crc32c
 from remote_ckpt.dcp.matching import (
     KeyReport,
     check_values,
+    is_below,
     listed,
     match_keys,
     raise_key_mismatch,
@@ -263,7 +264,9 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
         """
         reports: list[KeyReport] = [plan.planner_data for plan in global_plan]
         unexpected = set.intersection(*(set(report.unexpected) for report in reports))
-        raise_key_mismatch(reports, unexpected, strict=self.strict)
+        saved = self._saved().state_dict_metadata
+        absent = [section for section in self.fixed if not is_below(section, saved)]
+        raise_key_mismatch(reports, unexpected, strict=self.strict, absent_sections=absent)
         agreed = tuple(sorted(unexpected))
         return [
             replace(plan, planner_data=replace(report, unexpected=agreed))
