@@ -6,13 +6,16 @@ So it is tried both ways, the winner is verified by content, and the answer is k
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from remote_ckpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
+    RemoteCkptError,
     StoreError,
     StoreUnavailableError,
     UnsupportedStoreError,
@@ -63,31 +66,57 @@ def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> No
 
 
 def _find_fault(store: Store) -> str | None:
-    keys = [f".probe-{new_token()}" for _ in range(1 + _MAX_ROUNDS)]
+    made: list[str] = []
     try:
-        fault = _try_twice(store, keys[0]) or _refused(store)
-        for key in keys[1:]:
-            if fault is None and (done := _try_race(store, key)) is not None:
-                return done or None
+        fault = _try_all(store, made)
+    except Exception:
+        _remove(store, made, level=logging.DEBUG)  # what failed is told: what its cleanup meets is no news
+        raise
+    _remove(store, made, level=logging.WARNING)
+    return fault
+
+
+def _try_all(store: Store, made: list[str]) -> str | None:
+    """Return what is wrong; ``made`` gets the keys of all objects that may be there now."""
+    first, *others = [f".probe-{new_token()}" for _ in range(1 + _MAX_ROUNDS)]
+    try:
+        fault = _try_twice(store, first, made) or _refused(store)
+        for key in others:
+            if fault is None:
+                made.append(key)
+                if (done := _try_race(store, key)) is not None:
+                    return done or None
         return fault or _undecided(store)
     except (UnsupportedStoreError, StoreError) as error:
         if not may_refuse_condition(error):
             raise
-        store.write(keys[0], b"plain")  # where this fails too, it was not the condition
+        store.write(first, b"plain")  # where this fails too, it was not the condition
+        made.append(first)
         return f"it refuses the condition: {error}"
-    finally:
-        for failure in store.delete(keys):
-            logger.warning("%s: cannot remove the probe %s: %s", store.url, failure.key, failure.error)
 
 
-def _try_twice(store: Store, key: str) -> str | None:
+def _remove(store: Store, keys: Sequence[str], *, level: int) -> None:
+    """Remove probes; one that stays is harmless, so a failure is told at this level and not raised."""
+    try:
+        failures = store.delete(keys) if keys else ()
+    except RemoteCkptError as error:
+        logger.log(level, "%s: cannot remove the probes: %s", store.url, error)
+        return
+    for failure in failures:
+        logger.log(level, "%s: cannot remove the probe %s: %s", store.url, failure.key, failure.error)
+
+
+def _try_twice(store: Store, key: str, made: list[str]) -> str | None:
     """Create one object twice; returns what is wrong."""
     for content in (b"first", b"second"):
         try:
             store.create(key, content)
         except ObjectExistsError:
-            continue  # for the first one too, if its answer got lost and the driver sent it again
-        if content == b"second":
+            is_taken = True  # for the first one too, if its answer got lost and the driver sent it again
+        else:
+            is_taken = False
+        made[:] = [key]
+        if content == b"second" and not is_taken:
             return "a second write replaced the first"
     return None if store.read(key) == b"first" else "a refused write took effect"
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from remote_ckpt.errors import ConfigError
 
@@ -30,6 +31,11 @@ class CheckpointRetentionPolicy(enum.Enum):
     LAST = "last"
     LAST_AND_BEST = "last_and_best"
     NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = ", ".join(repr(policy.value) for policy in cls)
+        raise ConfigError(f"{value!r} is no retention policy: use one of {known}")
 
     @property
     def keep_filters(self) -> set[str]:

@@ -199,7 +199,7 @@ def _parse_url(scheme: str, rest: str) -> Location:
     if kind == "file":
         return _parse_file_url(rest)
     if kind not in _SCHEMES:
-        _check_fsspec_scheme(scheme)
+        _check_fsspec_scheme(scheme, rest)
     rest = rest.removeprefix("/")
     if kind == "memory":
         return Location(kind, "", "/".join(_split_key(rest, url=f"memory://{rest}")))
@@ -230,14 +230,15 @@ def _credentials_error(scheme: str) -> UrlError:
     )
 
 
-def _check_fsspec_scheme(scheme: str) -> None:
+def _check_fsspec_scheme(scheme: str, rest: str) -> None:
     from fsspec.registry import known_implementations, registry
 
-    known = {*_SCHEMES, *known_implementations, *registry}
-    if scheme not in known:
+    if scheme not in {*_SCHEMES, *known_implementations, *registry}:
+        url = redact_url(f"{scheme}:/{rest}")
         raise UrlError(
-            f"unknown scheme {scheme!r}; known are: {', '.join(sorted(known))}. "
-            "A local path with a colon can be written as ./name:/..."
+            f"unknown scheme {scheme!r} in {url!r}: use a local path, s3://, gs://, az://, memory:// or any "
+            "installed fsspec protocol. A local path with a colon can be written as ./name:/...",
+            url=url,
         )
 
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from remote_ckpt import probe
-from remote_ckpt.errors import ObjectExistsError, StoreError, StoreUnavailableError, UnsupportedStoreError
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    ObjectExistsError,
+    StoreError,
+    StoreUnavailableError,
+    UnsupportedStoreError,
+)
 from remote_ckpt.options import CommitOptions, Options
 from remote_ckpt.probe import probe_create_only
 from remote_ckpt.store import open_store
@@ -166,6 +172,42 @@ def test_a_failing_store_finds_nothing_out_and_is_asked_again() -> None:
         probe_create_only(FaultStore(Declared(memory), before=fail))
     probe_create_only(Declared(memory))
     assert memory.list() == []
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError("403"), StoreUnavailableError("refused")])
+def test_a_create_that_fails_is_told_alone_and_nothing_is_removed(
+    error: StoreError, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(call: StoreCall) -> None:
+        raise error
+
+    store = FaultStore(Declared(MemoryStore.fresh()), before=fail)
+    with pytest.raises(type(error)) as raised:
+        probe_create_only(store)
+    assert raised.value is error
+    assert [call.operation for call in store.calls] == ["create"]
+    assert caplog.text == ""
+
+
+def test_the_first_failure_is_raised_though_the_cleanup_fails_too(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(call: StoreCall) -> None:
+        if call.operation in ("read", "delete"):
+            raise StoreUnavailableError(f"{call.operation} refused")
+
+    with pytest.raises(StoreUnavailableError, match="read refused"):
+        probe_create_only(FaultStore(Declared(MemoryStore.fresh()), before=fail))
+    assert caplog.text == ""
+
+
+def test_a_probe_that_cannot_be_removed_is_warned_of_and_the_answer_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(call: StoreCall) -> None:
+        if call.operation == "delete":
+            raise AccessDeniedError("403")
+
+    probe_create_only(FaultStore(Declared(MemoryStore.fresh()), before=fail))
+    assert caplog.text.count("cannot remove the probes: 403") == 1
 
 
 @pytest.mark.parametrize("kind", [Refusing, RefusingAll])

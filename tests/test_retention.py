@@ -162,3 +162,10 @@ def test_a_plan_prints_verb_name_and_reason_and_then_the_warnings() -> None:
         "warning: checkpoint 7 was committed last, but older ones with higher steps exist "
         "(up to 10); they count as the last ones",
     ]
+
+
+@pytest.mark.parametrize("value", ["foo", None, 3])
+def test_an_unknown_policy_is_refused_with_those_that_there_are(value: object) -> None:
+    known = "'all', 'best', 'last', 'last_and_best', 'none'"
+    with pytest.raises(ConfigError, match=f"{value!r} is no retention policy: use one of {known}"):
+        CheckpointRetentionPolicy(value)

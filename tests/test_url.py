@@ -150,9 +150,12 @@ class TestRefusals:
         assert "hush" not in str(caught.value)
         assert "AKID" not in str(caught.value)
 
-    def test_an_unknown_scheme_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(UrlError, match=r"'s4'.*az.*file.*gs.*memory.*s3.*sftp"):
-            parse_location("s4://bucket/run")
+    def test_an_unknown_scheme_is_refused_with_the_redacted_url_and_the_usual_ones(self) -> None:
+        with pytest.raises(UrlError, match=r"'s4'.*s3://, gs://, az://.*any installed fsspec") as raised:
+            parse_location("s4://user:pass-word@bucket/run")
+        assert "'s4://***@bucket/run'" in str(raised.value)
+        assert "pass-word" not in str(raised.value)
+        assert "jupyter" not in str(raised.value)
 
     @pytest.mark.parametrize(
         ("path", "why"),

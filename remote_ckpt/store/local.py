@@ -24,6 +24,7 @@ from remote_ckpt.errors import (
     ConfigError,
     IntegrityError,
     RemoteCkptError,
+    StoreError,
 )
 from remote_ckpt.store import folders, posix
 from remote_ckpt.store.base import (
@@ -223,6 +224,8 @@ class LocalStore:
             try:
                 folder = self._folder.hold(name, create=create)
             except FileNotFoundError as error:
+                if create:  # the system's answer where nothing can be made, as in /proc
+                    raise place.error(StoreError, "cannot create the folder") from error
                 raise place.error(CheckpointNotFoundError, "no such folder") from error
             except NotADirectoryError as error:
                 raise place.error(CheckpointExistsError, "a file stands where a folder is needed") from error

@@ -14,6 +14,7 @@ from remote_ckpt.options import RetryOptions
 from remote_ckpt.store.base import Buffer, ChunkSource, DeleteFailure, Store
 from remote_ckpt.store.meter import StoreMeter
 from remote_ckpt.store.wrappers import DelegatingStore
+from remote_ckpt.url import redact_url
 
 T = TypeVar("T")
 
@@ -98,11 +99,12 @@ class RetryStore(DelegatingStore):
                     raise
 
     def _wait(self, operation: str, key: str | None, error: Exception, patience: _Patience) -> bool:
+        what = f"{operation} of {redact_url(key)}" if key else operation
         if not patience.wait():
-            logger.warning("%s of %s failed for good at try %d: %s", operation, key, patience.tries, error)
+            logger.warning("%s failed for good at try %d: %s", what, patience.tries, error)
             return False
         self._meter.count(retries=1)
-        logger.warning("%s of %s: try %d after: %s", operation, key, patience.tries, error)
+        logger.warning("%s: try %d after: %s", what, patience.tries, error)
         return True
 
     def write_stream(

@@ -565,3 +565,8 @@ def test_a_store_and_its_scopes_work_after_fork(tmp_path: Path) -> None:
     child.join()
     assert child.exitcode == 0
     assert scope.read("child") == DATA
+
+
+def test_a_folder_that_cannot_be_made_is_no_missing_checkpoint() -> None:
+    with pytest.raises(StoreError, match="cannot create the folder"):
+        LocalStore("/proc/x").scope("1", create=True)

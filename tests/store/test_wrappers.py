@@ -346,6 +346,13 @@ class TestOpenStore:
         store.scope("1").write("k", DATA)
         assert (store.snapshot().retries, store.snapshot().requests) == (1, {"write": 1})
 
+    def test_an_operation_without_a_key_is_logged_without_one(
+        self, memory: MemoryStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        failing = FaultStore(memory, before=raise_at(1, StoreUnavailableError("503")))
+        RetryStore(failing, RetryOptions(), sleep=lambda _: None).delete(["k"])
+        assert [record.message for record in caplog.records] == ["delete: try 2 after: 503"]
+
     @pytest.mark.parametrize("location", ["/data/run", "memory://name", "sftp://host/run"])
     def test_obstore_is_refused_where_it_does_not_serve(self, location: str) -> None:
         with pytest.raises(ConfigError, match="obstore serves s3, gs and az"):
