@@ -29,6 +29,7 @@ from remote_ckpt.dcp.state import (
     apply_state,
     collect_state,
     drop_unsaved_optimizer_state,
+    names_with_other_keys,
     require_loadable,
 )
 from remote_ckpt.dcp.writer import RemoteStorageWriter
@@ -99,7 +100,8 @@ def save_checkpoint(
         options: Byte budget, retries and deadlines.
         others: Objects with ``state_dict()``, dicts, lists, tensors or plain values. What differs between
             ranks needs a name for each, such as ``f"rank{rank}"`` inside a dict: of one name, one rank's
-            copy is kept (with a warning where they differ).
+            copy is kept (with a warning where they differ). Keys of dicts that are not text come back as
+            text where the dict that is loaded into is empty (a warning names them).
 
     Raises:
         CheckpointExistsError: Committed already without ``overwrite``, or a file stands there.
@@ -121,7 +123,10 @@ def save_checkpoint(
             options=options,
             left_out=left_out_names(model),
         )
-        return writer, collect_state(model, optimizer, others, iteration=iteration)
+        state = collect_state(model, optimizer, others, iteration=iteration)
+        if other_keys := names_with_other_keys(others, state):
+            logger.warning("keys that are not text load as text into an empty dict: %s", listed(other_keys))
+        return writer, state
 
     with located(ckpt_dir):
         location, (writer, state) = _agree(group, ckpt_dir, prepare)
@@ -206,7 +211,7 @@ def load_checkpoint(
             convert_dtype=convert_dtype,
             key_filter=target.wants,
             sections=("model",),
-            fixed=("model", "optimizer"),
+            fixed=("model", *target.optimizers),
         )
         iteration: int | None = _load_settled(group, reader, planner, target)
     note_resumed(location)
@@ -225,6 +230,10 @@ class _Target:
     ) -> None:
         self.model, self.optimizer, self.others = model, optimizer, others
         self._sections = ["iteration", "model", *(["optimizer"] if optimizer else []), *others]
+        self.optimizers = [
+            *(["optimizer"] if optimizer else []),
+            *(name for name, value in others.items() if isinstance(value, torch.optim.Optimizer)),
+        ]
         self._left_out = frozenset(left_out_names(model))
 
     def wants(self, name: str) -> bool:
@@ -234,10 +243,11 @@ class _Target:
 
     def template(self, reader: RemoteStorageReader, resolution: Resolution) -> dict[str, Any]:
         reader.adopt(resolution)
-        state = collect_state(self.model, self.optimizer, self.others, iteration=None, fills_optimizer=True)
-        unsaved = drop_unsaved_optimizer_state(state, reader.read_metadata().state_dict_metadata)
-        if unsaved:
-            logger.warning("%s holds no optimizer state for %s", reader.url, listed(unsaved))
+        saved = reader.read_metadata().state_dict_metadata
+        state = collect_state(self.model, self.optimizer, self.others, iteration=None, saved_names=saved)
+        for section in self.optimizers:
+            if unsaved := drop_unsaved_optimizer_state(state, section, saved):
+                logger.warning("%s holds no %s state for %s", reader.url, section, listed(unsaved))
         return state
 
 

@@ -170,6 +170,114 @@ def test_an_optimizer_that_took_steps_can_go_back_to_before_the_first(run: str) 
     assert train(model, optimizer, 4) == expected
 
 
+def begin_two(kind: str, seed: int) -> dict[str, Any]:
+    """A generator and a discriminator with an optimizer each, as save and load take them."""
+    torch.manual_seed(seed)
+    model, critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    critic.register_parameter("unused", nn.Parameter(torch.rand(2)))
+    return {
+        "model": model,
+        "optimizer": OPTIMIZERS[kind](model),
+        "critic": critic,
+        "critic_optimizer": OPTIMIZERS[kind](critic),
+    }
+
+
+def train_two(state: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        loss = state["critic"](state["model"](inputs)).square().sum()
+        loss.backward()
+        for optimizer in (state["optimizer"], state["critic_optimizer"]):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_second_optimizer_among_the_others_comes_back_bit_for_bit(run: str, kind: str, steps: int) -> None:
+    saved, loaded = begin_two(kind, 0), begin_two(kind, 1)
+    train_two(saved, steps)
+    save_checkpoint(f"{run}/1", iteration=1, **saved)
+    load_checkpoint(f"{run}/1", **loaded)
+    unused = loaded["critic"].unused
+    assert unused not in loaded["critic_optimizer"].state
+    assert not any(isinstance(key, str) for key in loaded["critic_optimizer"].state)
+    assert train_two(loaded, 3) == train_two(saved, 3)
+
+
+def test_a_second_optimizer_is_untouched_by_a_load_that_finds_or_takes_nothing_for_it(run: str) -> None:
+    saved = begin_two("adamw", 0)
+    train_two(saved, 2)
+    save_checkpoint(f"{run}/1", iteration=1, model=saved["model"])
+    save_checkpoint(f"{run}/2", iteration=2, **saved)
+    critic = nn.Linear(7, 7)
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=0.5)
+    load_checkpoint(f"{run}/1", model=saved["model"], strict_loading=False, critic_optimizer=optimizer)
+    assert not optimizer.state
+    with pytest.raises(ShapeMismatchError, match=r"critic_optimizer\.state"):
+        load_checkpoint(f"{run}/2", model=saved["model"], critic_optimizer=optimizer)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert critic.weight.grad is None
+
+
+def test_a_second_optimizer_of_another_class_is_refused(run: str) -> None:
+    saved, loaded = begin_two("momentum", 0), begin_two("adamw", 1)
+    train_two(saved, 2)
+    save_checkpoint(f"{run}/1", iteration=1, **saved)
+    del loaded["optimizer"]
+    with pytest.raises(KeyMismatchError, match=r"critic_optimizer\.state\.0\.exp_avg"):
+        load_checkpoint(f"{run}/1", **loaded)
+
+
+def test_a_second_optimizer_that_cannot_make_room_for_its_state_is_named_and_left_alone(run: str) -> None:
+    model = nn.Linear(2, 1)
+
+    def close() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    saved, fresh = (torch.optim.LBFGS(model.parameters(), lr=0.5) for _ in range(2))
+    saved.step(close)
+    save_checkpoint(f"{run}/1", iteration=1, model=model, second=saved)
+    with pytest.raises(ConfigError, match="second: LBFGS cannot take the step that makes room"):
+        load_checkpoint(f"{run}/1", model=model, second=fresh)
+    assert not fresh.state
+    assert fresh.param_groups[0]["lr"] == 0.5
+
+
+def test_gradients_that_are_left_from_a_step_neither_hinder_a_load_nor_are_lost(run: str) -> None:
+    saved, loaded = begin_two("adamw", 0), begin_two("adamw", 1)
+    train_two(saved, 2)
+    save_checkpoint(f"{run}/1", iteration=1, **saved)
+    loaded["critic"](loaded["model"](torch.ones(1, 4))).sum().backward()
+    layers = (loaded["model"], loaded["critic"][0])
+    before = [layer.weight.grad for layer in layers]
+    values = [gradient.clone() for gradient in before]
+    load_checkpoint(f"{run}/1", **loaded)
+    assert all(layer.weight.grad is gradient for layer, gradient in zip(layers, before, strict=True))
+    assert all(map(torch.equal, before, values))
+    for name in ("optimizer", "critic_optimizer"):
+        loaded[name].zero_grad()
+    assert train_two(loaded, 3) == train_two(saved, 3)
+
+
+def test_a_save_names_the_dicts_whose_keys_may_come_back_as_text(
+    run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"scores": [{3: 0.5}], "names": {"a": 1}}
+    save_checkpoint(f"{run}/1", iteration=1, model=make_model(), extra=extra)
+    assert "keys that are not text load as text into an empty dict: extra.scores.0" in caplog.messages
+    loaded: dict[str, Any] = {}
+    load_checkpoint(f"{run}/1", model=make_model(), extra=loaded)
+    assert loaded == {"scores": [{"3": 0.5}], "names": {"a": 1}}
+
+
 def test_br_96_a_stateful_object_stays_the_same_object_and_its_next_save_is_not_stale(run: str) -> None:
     model, counter = make_model(), Counter(5)
     save_checkpoint(f"{run}/1", iteration=1, model=model, counter=counter)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _init_optim_state,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from remote_ckpt.dcp.matching import is_below
 from remote_ckpt.errors import ConfigError, KeyMismatchError
 
 
@@ -31,7 +33,7 @@ def collect_state(
     others: Mapping[str, Any],
     *,
     iteration: int | str | None,
-    fills_optimizer: bool = False,
+    saved_names: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return what is to be saved, or a template of what is to be loaded. All ranks of the model.
 
@@ -42,16 +44,62 @@ def collect_state(
         optimizer: Of this model.
         others: By name.
         iteration: As given to the save.
-        fills_optimizer: Give an optimizer without state one, as torch does by a step without gradients: a
-            template needs room. A save must not: the step counts, and would change the training that follows.
+        saved_names: For a template: the checkpoint's names. Optimizers without state then have one in it, as
+            torch makes it by a step without gradients: a template needs room. A save must not: the step
+            counts, and would change the training that follows.
+
+    Raises:
+        ConfigError: The state of one of the other optimizers cannot be made by such a step.
     """
     state: dict[str, Any] = {"iteration": iteration, "model": get_model_state_dict(model)}
+    is_template = saved_names is not None
     if optimizer is not None:
-        with nullcontext() if fills_optimizer or optimizer.state else _without_steps(optimizer):
+        is_fresh = not optimizer.state
+        prepared = _without_gradients if is_template else _without_steps
+        with prepared(optimizer) if is_fresh else nullcontext():
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     for name, value in others.items():
-        state[name] = value.state_dict() if isinstance(value, Stateful) else value
+        if _is_fresh_optimizer(value) and is_below(f"{name}.state", saved_names or ()):
+            state[name] = _template_of(name, value)
+        else:
+            state[name] = value.state_dict() if isinstance(value, Stateful) else value
     return state
+
+
+def _is_fresh_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer) and not value.state
+
+
+def _template_of(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the optimizer's state dict would be after a step, and leave the optimizer as it was."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        with _without_gradients(optimizer):
+            _init_optim_state(optimizer)
+        return optimizer.state_dict()
+    except Exception as error:  # a step of any class, which may need a closure or real gradients
+        raise ConfigError(
+            f"{name}: {type(optimizer).__name__} cannot take the step that makes room for its saved state "
+            f"({type(error).__name__}: {error}). Let it take a step of training before it is loaded"
+        ) from error
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Set gradients aside: where there is one, torch's ``_init_optim_state`` makes no state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 @contextmanager
@@ -77,33 +125,64 @@ def require_loadable(others: Mapping[str, Any]) -> None:
             )
 
 
-def drop_unsaved_optimizer_state(state: dict[str, Any], saved_names: Collection[str]) -> list[str]:
+def drop_unsaved_optimizer_state(
+    state: dict[str, Any], section: str, saved_names: Collection[str]
+) -> list[str]:
     """Take parameters out of the template that had no optimizer state when the checkpoint was written.
 
     A parameter that was frozen, or never got a gradient, has none; a fresh optimizer's template has one
     for every parameter. Loading then leaves it without, which is how the saved run had it (BR-99). Before the
     first step no parameter has any.
 
+    Args:
+        state: From :func:`collect_state`.
+        section: The optimizer's name in it.
+        saved_names: The checkpoint's names.
+
     Returns:
-        The parameters' names, sorted.
+        The parameters' names (numbers where the optimizer is one of the others), sorted.
     """
-    states = state.get("optimizer", {}).get("state", {})
-    saved = {name.removeprefix("optimizer.state.") for name in saved_names}
+    states = state.get(section, {}).get("state", {})
+    saved = {name.removeprefix(f"{section}.state.") for name in saved_names}
     unsaved = sorted(
         parameter
         for parameter, values in states.items()
         if values and not any(f"{parameter}.{name}" in saved for name in values)
     )
-    if len(unsaved) == len(states) and not _is_before_first_step(saved_names):
+    if len(unsaved) == len(states) and not _is_before_first_step(section, saved_names):
         return []  # no optimizer, or that of another model: a mismatch to report, not a habit of optimizers
     for parameter in unsaved:
         del states[parameter]
-    return unsaved
+    return [str(parameter) for parameter in unsaved]
 
 
-def _is_before_first_step(saved_names: Collection[str]) -> bool:
-    has_settings = any(name.startswith("optimizer.param_groups") for name in saved_names)
-    return has_settings and not any(name.startswith("optimizer.state.") for name in saved_names)
+def _is_before_first_step(section: str, saved_names: Collection[str]) -> bool:
+    has_settings = is_below(f"{section}.param_groups", saved_names)
+    return has_settings and not is_below(f"{section}.state", saved_names)
+
+
+def names_with_other_keys(others: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return the names of dicts with keys that are not text, which come back as text in an empty dict.
+
+    Optimizers' own are left out: a load gives them their numbers back.
+    """
+    return sorted(
+        place
+        for name, value in others.items()
+        if not isinstance(value, torch.optim.Optimizer)
+        for place in _dicts_with_other_keys(name, state[name])
+    )
+
+
+def _dicts_with_other_keys(place: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            yield place
+        for key, inner in value.items():
+            yield from _dicts_with_other_keys(f"{place}.{key}", inner)
+    elif isinstance(value, list):
+        for position, inner in enumerate(value):
+            yield from _dicts_with_other_keys(f"{place}.{position}", inner)
 
 
 def apply_state(
