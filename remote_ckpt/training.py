@@ -7,12 +7,11 @@ same order; both block. Every rank gets the same result or the same error, withi
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from remote_ckpt.dcp.collective import Group, open_group
 from remote_ckpt.dcp.failures import located
 from remote_ckpt.dcp.left_out import left_out_names
 from remote_ckpt.dcp.matching import is_below, listed, without_wrappers
+from remote_ckpt.dcp.paths import CheckpointPath
 from remote_ckpt.dcp.planner import CheckedLoadPlanner, CheckedSavePlanner
 from remote_ckpt.dcp.reader import RemoteStorageReader, Resolution
 from remote_ckpt.dcp.state import (
@@ -45,11 +45,6 @@ from remote_ckpt.log import logger
 from remote_ckpt.options import Options
 from remote_ckpt.upkeep import note_committed, note_resumed
 from remote_ckpt.url import Location, parse_location
-
-if TYPE_CHECKING:
-    from upath import UPath
-
-    CheckpointPath = str | os.PathLike[str] | UPath
 
 _MAX_LOADS = 3
 
@@ -116,7 +111,7 @@ def save_checkpoint(
 
     def prepare() -> tuple[RemoteStorageWriter, dict[str, Any]]:
         writer = RemoteStorageWriter(
-            cast("str", ckpt_dir),
+            ckpt_dir,
             storage_options=storage_options,
             transport=transport,
             overwrite=overwrite,
@@ -194,7 +189,7 @@ def load_checkpoint(
     def prepare() -> tuple[RemoteStorageReader, _Target]:
         require_loadable(others)
         reader = RemoteStorageReader(
-            cast("str", ckpt_dir),
+            ckpt_dir,
             storage_options=storage_options,
             transport=transport,
             options=options,

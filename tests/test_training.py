@@ -271,7 +271,11 @@ def test_a_save_names_the_dicts_whose_keys_may_come_back_as_text(
     run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     extra = {"scores": [{3: 0.5}], "names": {"a": 1}}
-    save_checkpoint(f"{run}/1", iteration=1, model=make_model(), extra=extra)
+    optimizer = OPTIMIZERS["adamw"](make_model())
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])  # has a dict by number, as optimizers do
+    save_checkpoint(
+        f"{run}/1", iteration=1, model=make_model(), extra=extra, second=optimizer, schedule=schedule
+    )
     assert "keys that are not text load as text into an empty dict: extra.scores.0" in caplog.messages
     loaded: dict[str, Any] = {}
     load_checkpoint(f"{run}/1", model=make_model(), extra=loaded)

@@ -252,6 +252,31 @@ def test_ranks_that_mean_different_checkpoints_all_get_an_error(ranks: Ranks, tm
     assert find_latest_checkpoint(tmp_path) is None
 
 
+def step_with_second_optimizer(url: str, is_resumed: bool) -> list[float]:
+    """Return losses after a save, or after a load of it, with the model's own optimizer among the others."""
+    model, optimizer = begin("fsdp2", seed=int(is_resumed))
+    if is_resumed:
+        step_without_update(model)
+        load_checkpoint(url, model=model, second=optimizer, options=FAR)
+        optimizer.zero_grad()
+    else:
+        step(model, optimizer, 0)
+        save_checkpoint(url, iteration=1, model=model, second=optimizer, options=FAR)
+    return [step(model, optimizer, number) for number in (1, 2)]
+
+
+def step_without_update(model: nn.Module) -> None:
+    model(torch.ones(4, 8)).sum().backward()
+
+
+def test_a_sharded_second_optimizer_loads_into_a_fresh_one_despite_gradients(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "1")
+    expected = ranks.run(step_with_second_optimizer, url, False)
+    assert ranks.run(step_with_second_optimizer, url, True) == expected
+
+
 # --- failures -----------------------------------------------------------------------------------
 
 
@@ -451,7 +476,7 @@ def test_a_failure_to_take_what_was_loaded_reaches_all_ranks(ranks: Ranks, tmp_p
     url = str(tmp_path / "1")
     ranks.run(save_stateful, url)
     errors = ranks.errors(load_with_trouble, url, (1,))
-    assert {str(error) for error in errors} == {"rank 1 of 2 failed: OSError: cannot take it"}
+    assert {str(error) for error in errors} == {f"rank 1 of 2 failed: OSError: cannot take it [url={url}]"}
 
 
 def save_stateful(url: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import traceback
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from remote_ckpt.dcp.paths import CheckpointPath
 from remote_ckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -124,7 +124,7 @@ def chosen(
 
 
 @contextmanager
-def located(ckpt_dir: str | os.PathLike[str]) -> Iterator[None]:
+def located(ckpt_dir: CheckpointPath) -> Iterator[None]:
     """Put the checkpoint's URL into errors about it that leave the block without one."""
     try:
         yield

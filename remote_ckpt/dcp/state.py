@@ -164,12 +164,12 @@ def _is_before_first_step(section: str, saved_names: Collection[str]) -> bool:
 def names_with_other_keys(others: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     """Return the names of dicts with keys that are not text, which come back as text in an empty dict.
 
-    Optimizers' own are left out: a load gives them their numbers back.
+    Those of optimizers and learning rate schedules are left out: fresh ones have the same keys.
     """
     return sorted(
         place
         for name, value in others.items()
-        if not isinstance(value, torch.optim.Optimizer)
+        if not isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
         for place in _dicts_with_other_keys(name, state[name])
     )
 
