@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,9 @@ from remote_ckpt import (
     KeyMismatchError,
     MismatchError,
     ShapeMismatchError,
+    UnsupportedStoreError,
     UntrustedDataError,
+    find_latest_checkpoint,
     init_fsdp_model_from_checkpoint,
     init_model_from_checkpoint_for_evals,
     save_checkpoint,
@@ -490,3 +495,42 @@ def test_sparse_tensors_in_a_file_are_refused_by_name_on_every_rank(ranks: Ranks
     for error in ranks.errors(initialise_complex, str(tmp_path / "a.pth")):
         assert isinstance(error, MismatchError)
         assert "sparse or quantized in the file, which no model takes: conjugate" in str(error)
+
+
+@pytest.fixture
+def web_url(tmp_path: Path) -> Iterator[str]:
+    """URL of a web server that serves ``tmp_path``."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("initialise", BOTH)
+@pytest.mark.parametrize(
+    "name", ["g.pth", "g.safetensors", "g.pth?Signature=abc", "g.safetensors?Signature=abc"]
+)
+def test_weights_come_from_a_web_server(
+    tmp_path: Path, web_url: str, initialise: Initialiser, name: str
+) -> None:
+    wanted, model = make_model(1), make_model(2)
+    torch.save(wanted.state_dict(), tmp_path / "g.pth")
+    save_file(wanted.state_dict(), tmp_path / "g.safetensors")
+    initialise(model, f"{web_url}/{name}")
+    assert are_equal(model, wanted)
+
+
+@pytest.mark.parametrize("initialise", BOTH)
+def test_a_file_that_the_web_server_lacks_is_no_checkpoint(web_url: str, initialise: Initialiser) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint or file at .*/no.pth"):
+        initialise(make_model(1), f"{web_url}/no.pth")
+
+
+def test_checkpoints_of_a_web_server_cannot_be_found(web_url: str) -> None:
+    with pytest.raises(UnsupportedStoreError, match="give the URL of one file of weights"):
+        find_latest_checkpoint(web_url)
+    with pytest.raises(UnsupportedStoreError, match="give the URL of one file of weights"):
+        init_model_from_checkpoint_for_evals(make_model(1), f"{web_url}/run/1")

@@ -77,7 +77,7 @@ def find_weights(
     location = parse_location(path)
     is_local_folder = location.is_local and os.path.isdir(location.path)
     is_local_file = location.is_local and os.path.isfile(location.path)
-    if is_local_file or (location.name.endswith(_FILE_ENDINGS) and not is_local_folder):
+    if is_local_file or (_file_name(location).endswith(_FILE_ENDINGS) and not is_local_folder):
         return WeightsSource(location, "file")
     parent, name = location.split()
     with closing(
@@ -87,6 +87,11 @@ def find_weights(
     if entry.kind == "plain":
         return WeightsSource(location.join(PLAIN_NAME), "file")
     return WeightsSource(location, "dcp")
+
+
+def _file_name(location: Location) -> str:
+    """Return a file's name, without the query (mostly a signature) that may follow it on the web."""
+    return location.name.partition("?")[0] if location.scheme in ("http", "https") else location.name
 
 
 def read_weights(
@@ -184,7 +189,7 @@ def _read_local(path: str, trusted: bool) -> Any:
 
 
 def _parse(data: bytearray, file: Location, trusted: bool) -> Any:
-    if file.name.endswith(".safetensors"):
+    if _file_name(file).endswith(".safetensors"):
         return _load_safetensors(bytes(data), file.url)
     return load_pickle(memoryview(data), is_trusted=trusted, what=file.url)
 

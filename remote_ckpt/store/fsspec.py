@@ -100,7 +100,12 @@ def open_fsspec_store(
         given.setdefault("use_listings_cache", False)
         if given.get("endpoint_url"):
             check_endpoint(given["endpoint_url"], option="endpoint_url")
-    return FsspecStore(location, _open_file_system(location, given), transfer)
+    file_system = _open_file_system(location, given)
+    if location.scheme in ("http", "https"):
+        from remote_ckpt.store.fsspec_http import HttpStore
+
+        return HttpStore(location, file_system, transfer, retry)
+    return FsspecStore(location, file_system, transfer)
 
 
 def _open_file_system(location: Location, options: Mapping[str, Any]) -> Any:
@@ -318,7 +323,7 @@ class FsspecStore(FolderlessStore):
     def _time(self, entry: Mapping[str, Any]) -> datetime:
         value = next((entry[name] for name in _TIMES if entry.get(name)), None)
         if value is None:
-            value = self._fs.modified(entry["name"])
+            value = self._modified(entry["name"])
         if isinstance(value, int | float):
             return datetime.fromtimestamp(value, timezone.utc)
         if isinstance(value, str):
@@ -327,6 +332,14 @@ class FsspecStore(FolderlessStore):
         return (
             moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
         )
+
+    def _modified(self, path: str) -> datetime:
+        try:
+            moment: datetime = self._fs.modified(path)
+        except NotImplementedError:
+            message = f"{self._location.scheme}:// tells no times of objects, which checkpoints need"
+            raise UnsupportedStoreError(message, url=self.url) from None
+        return moment
 
     def _fetch(self, path: str, start: int | None = None, end: int | None = None) -> object:
         return self._fs.cat_file(path, start=start, end=end)

@@ -40,13 +40,14 @@ _BUILT_IN: Final[tuple[tuple[type[Exception], type[StoreError]], ...]] = (
 
 def translate(error: Exception, *, operation: str, url: str, key: str | None = None) -> RemoteCkptError:
     """Return our error for one that a file system raised."""
-    where: dict[str, Any] = {"operation": operation, "url": url, "key": key}
+    where: dict[str, Any] = {"operation": operation, "url": url, "key": key and redact_url(key)}
     chain = list(_chain(error))
     for each in chain:
         if isinstance(response := getattr(each, "response", None), dict):
             return translate_answer(response, **where)
     for each in chain:
-        if type(each).__module__.startswith(("botocore.", "aiobotocore.", "aiohttp.")):
+        is_client = type(each).__module__.startswith(("botocore.", "aiobotocore.", "aiohttp."))
+        if is_client and _status(each) is None:
             return translate_client_side(each, **where)
     for each in chain:
         if (status := _status(each)) is not None:
@@ -79,6 +80,8 @@ def _from_status(
 ) -> RemoteCkptError:
     code = getattr(error, "error_code", None)
     kind = error_type(status, str(code) if code else None, operation=operation)
+    if status in (404, 410) and url.startswith(("http://", "https://")):
+        kind = ObjectNotFoundError  # all that a web server can say; a store would name the missing key
     detail = redact_url(str(error))[:300]
     message = describe(kind, operation=operation, key=key, status=status, code=code, detail=detail)
     return kind(message, url=url, key=key, operation=operation)
