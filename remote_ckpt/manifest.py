@@ -173,8 +173,8 @@ def parse_manifest(data: bytes, *, url: str, key: str) -> Manifest:
 def _check_format(document: Any, *, url: str, key: str) -> None:
     """Look at format and version first: what the rest means, digest included, follows from them."""
     require(isinstance(document, dict), "it is not a JSON object")
-    if document.get("format") != FORMAT_NAME:
-        raise FormatError("not a remote_ckpt manifest", url=url, key=key)
+    # Only a newer format of ours says "upgrade"; anything else in this place is damage, passed over.
+    require(document.get("format") == FORMAT_NAME, "not a remote_ckpt manifest")
     version = document.get("version")
     require(isinstance(version, list) and len(version) == 2, "version: not [major, minor]")
     for number in version:

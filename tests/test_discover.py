@@ -134,6 +134,14 @@ class TestDamage:
         with pytest.raises(CheckpointDamagedError):
             resolve(damaged, "20")
 
+    @pytest.mark.parametrize("content", [b"{}", b'{"format": "other"}', b'{"a":'])
+    def test_latest_passes_over_a_manifest_that_is_none(self, root: Store, content: bytes) -> None:
+        save(root, b"x")
+        root.write(f"20/{manifest_key(1)}", content)
+        latest = find_latest(root)
+        assert latest is not None
+        assert latest.name == "10"
+
     def test_a_newer_format_is_listed_with_its_error(self, root: Store) -> None:
         root.write(f"10/{manifest_key(1)}", b'{"format": "remote_ckpt", "version": [9, 0]}')
         entry = find_checkpoints(root)[0]

@@ -273,7 +273,7 @@ class TestDamage:
 class TestOtherFormats:
     @pytest.mark.parametrize("format_name", ["something else", None, ["remote_ckpt"]])
     def test_a_foreign_file_is_another_format(self, format_name: Any) -> None:
-        with pytest.raises(FormatError, match="not a remote_ckpt manifest"):
+        with pytest.raises(CheckpointDamagedError, match="not a remote_ckpt manifest"):
             parse(sealed(document() | {"format": format_name}))
 
     @pytest.mark.parametrize("major", [0, 2, 99])
