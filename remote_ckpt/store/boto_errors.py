@@ -13,7 +13,8 @@ from remote_ckpt.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from remote_ckpt.store.http_errors import describe, error_type
+from remote_ckpt.store.credentials import HOW_TO_SIGN
+from remote_ckpt.store.http_errors import describe, error_type, reach_advice
 from remote_ckpt.url import redact_url
 
 
@@ -45,8 +46,18 @@ def translate_client_side(
     }
     kind = kinds.get(type(error).__name__, StoreUnavailableError)
     detail = redact_url(str(error))[:300]
-    message = describe(kind, operation=operation, key=key, status=None, code=None, detail=detail)
+    hint = _hint(error, url)
+    message = describe(kind, operation=operation, key=key, status=None, code=None, detail=detail, hint=hint)
     return kind(message, url=url, key=key, operation=operation)
+
+
+def _hint(error: Exception, url: str) -> str:
+    name = type(error).__name__
+    if name == "NoCredentialsError":
+        return HOW_TO_SIGN["s3"]
+    # aiohttp's, of a web server, names no scheme: the URL does.
+    is_unreached = name in ("EndpointConnectionError", "SSLError") or name.startswith("ClientConnector")
+    return reach_advice(f"{error} {url}") if is_unreached else ""
 
 
 @contextmanager

@@ -24,6 +24,15 @@ CredentialProvider: TypeAlias = Callable[[], dict[str, Any]]
 _REUSE: Final = timedelta(minutes=8)
 
 
+HOW_TO_SIGN: Final = {
+    "s3": "give key and secret, set AWS_ACCESS_KEY_ID or a profile, or pass anon=True for a public bucket",
+    "gs": "give token (a key file, or 'anon' for a public bucket) or set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "give account_name, and account_key or sas_token (or anon=True for a public container), or a "
+    "connection_string, or set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""What to do where a store of this scheme has no credentials to sign with."""
+
+
 @dataclass(frozen=True, slots=True)
 class StaticCredentials:
     """One key pair, with a session token or without."""
@@ -120,8 +129,5 @@ def _from_botocore(profile: str | None) -> AwsIdentity:
     except botocore.exceptions.ProfileNotFound as error:
         raise ConfigError(f"the AWS profile {profile!r} does not exist") from error
     if credentials is None:
-        raise AccessDeniedError(
-            "no AWS credentials were found: give key and secret, set AWS_ACCESS_KEY_ID or a profile, "
-            "or pass anon=True for a public bucket"
-        )
+        raise AccessDeniedError(f"no AWS credentials were found: {HOW_TO_SIGN['s3']}")
     return AwsIdentity(BotocoreCredentials(credentials), settings.get("region"), settings.get("endpoint_url"))

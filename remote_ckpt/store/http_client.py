@@ -17,6 +17,7 @@ from email.message import Message
 from typing import Any, Final
 
 from remote_ckpt.errors import StoreTimeoutError, StoreUnavailableError
+from remote_ckpt.store.http_errors import reach_advice
 from remote_ckpt.url import redact_url
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
@@ -80,7 +81,10 @@ class HttpClient:
             if isinstance(reason, TimeoutError):
                 raise StoreTimeoutError("the store did not answer in time", **where) from None
             # No cause is chained: its text or frames may hold the signed URL.
-            raise StoreUnavailableError(f"the store did not answer: {_described(reason)}", **where) from None
+            message = f"the store did not answer: {_described(reason)}"
+            if isinstance(reason, OSError):
+                message += f"; {reach_advice(f'{target} {reason}')}"
+            raise StoreUnavailableError(message, **where) from None
 
     def _send(self, request: urllib.request.Request) -> Answer:
         ends = time.monotonic() + self._timeout_seconds

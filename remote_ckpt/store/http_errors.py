@@ -7,6 +7,7 @@ shares, and of Azure Blob Storage.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from remote_ckpt.errors import (
@@ -78,6 +79,12 @@ _ADVICE_BY_CODE: Final[dict[str, str]] = {
 }
 
 
+# User info before the host is passed over, and never shown.
+_ENDPOINT: Final = re.compile(
+    r"(https?)://(?:[^/\s@]*@)?([A-Za-z0-9._-]+(?::\d+)?|\[[0-9A-Fa-f:.]+\](?::\d+)?)"
+)
+_NO_TLS: Final = re.compile(r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|InvalidContentType", re.IGNORECASE)
+_UNTRUSTED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED|UnknownIssuer|InvalidCertificate", re.IGNORECASE)
 _LISTINGS: Final = frozenset({"list", "list_children", "list_uploads"})
 
 
@@ -111,6 +118,21 @@ def advice(kind: type[RemoteCkptError], code: str | None) -> str:
     return _ADVICE_BY_CODE.get(code or "", _ADVICE.get(kind, ""))
 
 
+def reach_advice(text: str) -> str:
+    """Return what to look at where no connection came about.
+
+    Args:
+        text: What the client said, with the URL that it asked; only its scheme, host and port are shown.
+    """
+    found = _ENDPOINT.search(text)
+    endpoint = f"{found[1]}://{found[2]}" if found else "the endpoint"
+    if endpoint.startswith("https:") and _NO_TLS.search(text):
+        return f"{endpoint} does not speak TLS: is http:// meant in endpoint_url?"
+    if endpoint.startswith("https:") and _UNTRUSTED.search(text):
+        return f"the certificate of {endpoint} is not trusted: give its CA (verify, or AWS_CA_BUNDLE)"
+    return f"is the server at {endpoint} running and reachable, and is that address (endpoint_url) right?"
+
+
 def describe(
     kind: type[RemoteCkptError],
     *,
@@ -119,12 +141,13 @@ def describe(
     status: int | None,
     code: str | None,
     detail: str,
+    hint: str = "",
 ) -> str:
-    """Return a message: what failed, what the store said, what to do."""
+    """Return a message: what failed, what the store said, what to do (``hint``, or what is usual)."""
     said = " ".join(str(part) for part in (status, code) if part)
     answer = f"the store answered {said}" if said else "no answer from the store"
     what = f"{operation} of {key!r}" if key else operation
-    parts = [f"{what} failed: {answer}" + (f" ({detail})" if detail else ""), advice(kind, code)]
+    parts = [f"{what} failed: {answer}" + (f" ({detail})" if detail else ""), hint or advice(kind, code)]
     return "; ".join(part for part in parts if part)
 
 

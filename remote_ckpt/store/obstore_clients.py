@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -11,9 +12,10 @@ from typing import Any, Final
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from remote_ckpt.errors import ConfigError, ForkedProcessError, MissingDependencyError
+from remote_ckpt.errors import ConfigError, ForkedProcessError, MissingDependencyError, RemoteCkptError
 from remote_ckpt.options import RetryOptions, TransferOptions
 from remote_ckpt.store.chunks import SLOWEST_BYTES_PER_SECOND
+from remote_ckpt.store.credentials import HOW_TO_SIGN
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.obstore_errors import redacted
 from remote_ckpt.store.obstore_listing import Lister, ObstoreLister
@@ -65,10 +67,21 @@ def check_process(url: str) -> None:
         )
 
 
+@contextmanager
+def _located(location: Location) -> Iterator[None]:
+    """Say of which URL an error is that was raised without one."""
+    try:
+        yield
+    except RemoteCkptError as error:
+        error.url = error.url or location.url
+        raise
+
+
 def plan_settings(location: Location, storage_options: Mapping[str, Any]) -> DriverSettings:
     """Return the settings for a location; errors as :func:`~remote_ckpt.store.obstore_options.plan_s3`."""
     if location.scheme == "s3":
-        return plan_s3(location.bucket, storage_options, os.environ)
+        with _located(location):
+            return plan_s3(location.bucket, storage_options, os.environ)
     if location.scheme == "gs":
         return plan_gcs(storage_options)
     if location.scheme == "az":
@@ -113,7 +126,10 @@ def open_clients(
         once, bodies = client(once_seconds, 0), client(bodies_seconds, 0)
         parts = client(bodies_seconds, _PART_RETRIES)
     except (BaseError, ValueError, TypeError) as error:
-        raise ConfigError("obstore refused the settings of the store", url=location.url) from redacted(error)
+        message = "obstore refused the settings of the store"
+        if location.scheme in ("gs", "az"):  # mostly, what says who signs is missing or malformed
+            message += f": {HOW_TO_SIGN[location.scheme]}"
+        raise ConfigError(message, url=location.url) from redacted(error)
     return Clients(once, bodies, parts, _open_lister(location, settings, http, once), http)
 
 

@@ -18,7 +18,8 @@ from remote_ckpt.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from remote_ckpt.store.http_errors import describe, error_type
+from remote_ckpt.store.credentials import HOW_TO_SIGN
+from remote_ckpt.store.http_errors import describe, error_type, reach_advice
 from remote_ckpt.url import redact_url
 
 DRIVER_ERRORS: Final = (BaseError, OSError)
@@ -29,6 +30,7 @@ _CODE: Final = re.compile(r"<Code>\s*(\w+)\s*</Code>|\(code: (\w+)\)")
 _MESSAGE: Final = re.compile(r"<Message>\s*([^<]{1,300})")
 _REASON: Final = re.compile(r"\b(?:message|error): \"([^\"]{1,200})\"")
 _IS_TIMEOUT: Final = re.compile(r"kind: Timeout\b|operation timed out")
+_NO_CONNECTION: Final = re.compile(r"kind: Connect\b")
 _METADATA_SERVICE: Final = re.compile(
     r"169\.254\.(?:169\.254|170\.\d+)|fd00:ec2::|metadata\.google\.internal"
 )
@@ -51,7 +53,8 @@ def translate(error: Exception, *, operation: str, url: str, key: str | None = N
     text, status, code = str(error), status_of(error), code_of(error)
     kind = _kind(error, text, status, code, operation)
     detail = redact_url(_detail(kind, text, status))[:300]
-    message = describe(kind, operation=operation, key=key, status=status, code=code, detail=detail)
+    hint = _hint(kind, text, status, url)
+    message = describe(kind, operation=operation, key=key, status=status, code=code, detail=detail, hint=hint)
     return kind(message, url=url, key=key, operation=operation)
 
 
@@ -78,6 +81,15 @@ def _kind(
 def _is_without_credentials(text: str) -> bool:
     # Away from a cloud machine, asking its metadata service for a role is how missing keys show.
     return bool(_METADATA_SERVICE.search(text.partition("Debug source")[0]))
+
+
+def _hint(kind: type[RemoteCkptError], text: str, status: int | None, url: str) -> str:
+    scheme = url.partition(":")[0]
+    if kind is AccessDeniedError and scheme in ("gs", "az"):  # which send unsigned what they cannot sign
+        return f"check the credentials and their rights here; where there are none: {HOW_TO_SIGN[scheme]}"
+    if kind is AccessDeniedError and _is_without_credentials(text):
+        return HOW_TO_SIGN.get(scheme, "")
+    return reach_advice(text) if status is None and _NO_CONNECTION.search(text) else ""
 
 
 def _detail(kind: type[RemoteCkptError], text: str, status: int | None) -> str:
