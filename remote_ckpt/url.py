@@ -276,8 +276,14 @@ def _local(path: str) -> Location:
     return Location("file", "", "/" + os.path.abspath(expanded).lstrip("/"))
 
 
+_UNSAFE_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\\]")
+"""Servers and clients disagree on these: SeaweedFS stores ``a\\b`` as ``a/b``, others refuse deletes."""
+
+
 def _split_key(key: str, *, url: str) -> list[str]:
     parts = [part for part in key.split("/") if part not in ("", ".")]
     if ".." in parts:
         raise UrlError(f"'..' is not allowed in {redact_url(url)!r}")
+    if _UNSAFE_IN_KEYS.search(key):
+        raise UrlError(f"control characters and backslashes are not allowed in {redact_url(url)!r}")
     return parts

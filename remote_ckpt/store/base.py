@@ -16,10 +16,11 @@ store; a local directory offers the same ones. Every driver translates its own e
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from remote_ckpt.errors import ConfigError
 
@@ -228,10 +229,19 @@ def sorted_infos(infos: Iterable[ObjectInfo]) -> list[ObjectInfo]:
     return sorted((info for info in infos if not info.key.endswith("/")), key=lambda info: info.key)
 
 
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+
+
 def check_key(key: str) -> str:
-    """Return ``key`` if it is relative and without empty, ``.`` or ``..`` parts; else raise ConfigError."""
-    if not key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
-        raise ConfigError(f"{key!r} is not a key: use names separated by single slashes, without '..'")
+    """Return ``key`` if it is relative, without empty, ``.`` or ``..`` parts and control characters.
+
+    Raises:
+        ConfigError: It is not; servers and clients disagree on what such keys mean.
+    """
+    if not key or _CONTROL.search(key) or any(part in ("", ".", "..") for part in key.split("/")):
+        raise ConfigError(
+            f"{key!r} is not a key: use names separated by single slashes, without '..' and control characters"
+        )
     return key
 
 

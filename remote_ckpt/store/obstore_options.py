@@ -240,9 +240,9 @@ def _is_virtual_hosted(given: Mapping[str, Any]) -> bool:
 
 
 def _bucket_host(endpoint: str, bucket: str) -> str:
+    # Always, as botocore does: a host whose first label happens to be the bucket's name is no bucket host,
+    # and requests to it would reach another bucket.
     parts = urlsplit(endpoint)
-    if parts.netloc.startswith(f"{bucket}."):
-        return endpoint
     return parts._replace(netloc=f"{bucket}.{parts.netloc}").geturl()
 
 

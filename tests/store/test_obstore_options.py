@@ -115,6 +115,10 @@ class TestEndpointAndRegion:
     ) -> None:
         assert plan({**KEYS, **options}, environ).config["region"] == expected
 
+    def test_a_host_that_begins_with_the_buckets_name_is_no_bucket_host(self) -> None:
+        given = {**KEYS, "endpoint_url": "https://bucket.example.net", "virtual_hosted_style_request": True}
+        assert plan(given).config["aws_endpoint_url_s3"] == "https://bucket.bucket.example.net"
+
     def test_the_bucket_is_in_the_path_unless_virtual_addressing_is_asked_for(self) -> None:
         assert plan({**KEYS, "endpoint_url": MINIO}).config["virtual_hosted_style_request"] is False
         options = {"endpoint_url": MINIO, "config_kwargs": {"s3": {"addressing_style": "virtual"}}}
