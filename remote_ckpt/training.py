@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from remote_ckpt.dcp.collective import Group, open_group
 from remote_ckpt.dcp.failures import located
 from remote_ckpt.dcp.left_out import left_out_names
-from remote_ckpt.dcp.matching import is_below, listed, without_wrappers
+from remote_ckpt.dcp.matching import listed
 from remote_ckpt.dcp.paths import CheckpointPath
 from remote_ckpt.dcp.planner import CheckedLoadPlanner, CheckedSavePlanner
-from remote_ckpt.dcp.reader import RemoteStorageReader, Resolution
+from remote_ckpt.dcp.reader import RemoteStorageReader
 from remote_ckpt.dcp.state import (
     apply_state,
     collect_state,
-    drop_unsaved_optimizer_state,
     names_with_other_keys,
     require_loadable,
 )
+from remote_ckpt.dcp.target import Target
 from remote_ckpt.dcp.writer import RemoteStorageWriter
 from remote_ckpt.errors import (
     CheckpointChangedError,
@@ -186,7 +186,7 @@ def load_checkpoint(
     options = options or Options()
     group = _group(process_group, options, LoadFailedError)
 
-    def prepare() -> tuple[RemoteStorageReader, _Target]:
+    def prepare() -> tuple[RemoteStorageReader, Target]:
         require_loadable(others)
         reader = RemoteStorageReader(
             ckpt_dir,
@@ -196,7 +196,7 @@ def load_checkpoint(
             trusted=trusted,
             convert_dtype=convert_dtype,
         )
-        return reader, _Target(model, optimizer, others)
+        return reader, Target(model, optimizer, others)
 
     with located(ckpt_dir):
         location, (reader, target) = _agree(group, ckpt_dir, prepare)
@@ -217,37 +217,8 @@ def load_checkpoint(
     return iteration
 
 
-class _Target:
-    """What a load fills."""
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
-    ) -> None:
-        self.model, self.optimizer, self.others = model, optimizer, others
-        self._sections = ["iteration", "model", *(["optimizer"] if optimizer else []), *others]
-        self.optimizers = [
-            *(["optimizer"] if optimizer else []),
-            *(name for name, value in others.items() if isinstance(value, torch.optim.Optimizer)),
-        ]
-        self._left_out = frozenset(left_out_names(model))
-
-    def wants(self, name: str) -> bool:
-        """Whether a name of the checkpoint belongs to what is loaded and is not left out on purpose."""
-        is_asked_for = any(is_below(section, [name]) for section in self._sections)
-        return is_asked_for and without_wrappers(name) not in self._left_out
-
-    def template(self, reader: RemoteStorageReader, resolution: Resolution) -> dict[str, Any]:
-        reader.adopt(resolution)
-        saved = reader.read_metadata().state_dict_metadata
-        state = collect_state(self.model, self.optimizer, self.others, iteration=None, saved_names=saved)
-        for section in self.optimizers:
-            if unsaved := drop_unsaved_optimizer_state(state, section, saved):
-                logger.warning("%s holds no %s state for %s", reader.url, section, listed(unsaved))
-        return state
-
-
 def _load_settled(
-    group: Group, reader: RemoteStorageReader, planner: CheckedLoadPlanner, target: _Target
+    group: Group, reader: RemoteStorageReader, planner: CheckedLoadPlanner, target: Target
 ) -> Any:
     """Load, and again from the newest generation where the checkpoint changed meanwhile."""
     for attempt in range(_MAX_LOADS):
@@ -261,9 +232,7 @@ def _load_settled(
     raise AssertionError("unreachable")
 
 
-def _load_once(
-    group: Group, reader: RemoteStorageReader, planner: CheckedLoadPlanner, target: _Target
-) -> Any:
+def _load_once(group: Group, reader: RemoteStorageReader, planner: CheckedLoadPlanner, target: Target) -> Any:
     resolution = group.broadcast_from_coordinator(reader.resolve)
     state = group.agree(lambda: target.template(reader, resolution))
     with group.translated(), _quiet_alone():
