@@ -629,3 +629,17 @@ def test_nothing_is_logged_as_missing_when_all_is_there(run: str, caplog: pytest
     load_checkpoint(f"{run}/1", model=model, strict_loading=False)
     ours = [record for record in caplog.records if record.name == "remote_ckpt"]
     assert [record.levelno for record in ours if record.levelno >= logging.WARNING] == []
+
+
+def test_a_failed_load_leaves_a_fresh_optimizer_fresh(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "1", iteration=1, model=model, optimizer=optimizer)
+    other = torch.nn.Linear(2, 2, bias=False)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.25)
+    with pytest.raises(KeyMismatchError):
+        load_checkpoint(tmp_path / "1", model=other, optimizer=fresh)
+    assert not fresh.state
+    assert fresh.param_groups[0]["lr"] == 0.25

@@ -54,9 +54,8 @@ def collect_state(
     state: dict[str, Any] = {"iteration": iteration, "model": get_model_state_dict(model)}
     is_template = saved_names is not None
     if optimizer is not None:
-        is_fresh = not optimizer.state
-        prepared = _without_gradients if is_template else _without_steps
-        with prepared(optimizer) if is_fresh else nullcontext():
+        prepared = _as_if_stepped("optimizer", optimizer) if is_template else _without_steps(optimizer)
+        with nullcontext() if optimizer.state else prepared:
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     for name, value in others.items():
         if _is_fresh_optimizer(value) and is_below(f"{name}.state", saved_names or ()):
@@ -71,12 +70,19 @@ def _is_fresh_optimizer(value: Any) -> bool:
 
 
 def _template_of(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the optimizer's state dict would be after a step, and leave the optimizer as it was."""
+    """Return what the optimizer's state dict would be after a step."""
+    with _as_if_stepped(name, optimizer):
+        _init_optim_state(optimizer)
+        return optimizer.state_dict()
+
+
+@contextmanager
+def _as_if_stepped(name: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch make the state of a step, and leave the optimizer as it was: the load may yet fail."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     try:
         with _without_gradients(optimizer):
-            _init_optim_state(optimizer)
-        return optimizer.state_dict()
+            yield
     except Exception as error:  # a step of any class, which may need a closure or real gradients
         raise ConfigError(
             f"{name}: {type(optimizer).__name__} cannot take the step that makes room for its saved state "

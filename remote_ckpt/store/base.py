@@ -240,7 +240,8 @@ def check_key(key: str) -> str:
     """
     if not key or _CONTROL.search(key) or any(part in ("", ".", "..") for part in key.split("/")):
         raise ConfigError(
-            f"{key!r} is not a key: use names separated by single slashes, without '..' and control characters"
+            f"{key!r} is not a key: use names separated by single slashes, without '..' and "
+            "control characters"
         )
     return key
 
