@@ -43,7 +43,7 @@ from remote_ckpt.errors import (
 )
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
-from remote_ckpt.upkeep import note_committed, note_resumed
+from remote_ckpt.resumed import note_committed
 from remote_ckpt.url import Location, parse_location
 
 _MAX_LOADS = 3
@@ -209,7 +209,6 @@ def load_checkpoint(
             fixed=("model", *target.optimizers),
         )
         iteration: int | None = _load_settled(group, reader, planner, target)
-    note_resumed(location)
     report = LoadReport(iteration, planner.missing, planner.unexpected)
     _tell(report, location)
     if on_report is not None:

@@ -24,7 +24,7 @@ from remote_ckpt.errors import (
 )
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
-from remote_ckpt.resumed import names_in_use, note_committed, note_resumed
+from remote_ckpt.resumed import names_in_use
 from remote_ckpt.retention import (
     Candidate,
     CheckpointRetentionPolicy,
@@ -48,8 +48,6 @@ __all__ = [
     "find_latest_checkpoint",
     "keep_checkpoint_copy",
     "keep_last_n_checkpoints",
-    "note_committed",
-    "note_resumed",
 ]
 
 _UNDECIDED_SECONDS = 1.5
