@@ -165,6 +165,10 @@ class FormatError(CheckpointError, ValueError):
     """Written in a format this version does not read (newer major version, unknown kind)."""
 
 
+class SweepRefusedError(CheckpointError, RuntimeError):
+    """A sweep would have to rely on something doubtful (listing, manifest, clock), so it removed nothing."""
+
+
 class CommitUnknownError(CheckpointError, TimeoutError):
     """The commit may or may not have happened; nothing was cleaned up. Look again later."""
 

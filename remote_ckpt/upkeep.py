@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from remote_ckpt.errors import (
 )
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
+from remote_ckpt.place import Place, place_of
 from remote_ckpt.resumed import names_in_use
 from remote_ckpt.retention import (
     Candidate,
@@ -33,9 +34,8 @@ from remote_ckpt.retention import (
     plan_keep_last,
 )
 from remote_ckpt.stock_copies import copy_stock_checkpoint
-from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
-from remote_ckpt.url import Location, parse_location, to_path
+from remote_ckpt.url import parse_location
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -57,32 +57,6 @@ _MAX_UNDECIDED = 3
 
 _Doomed = Sequence[tuple[CheckpointEntry, str]]
 """What to delete, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where to look and how to get there; what all functions here begin with."""
-
-    location: Location
-    storage_options: Mapping[str, Any] | None = field(repr=False)  # it may hold secrets
-    transport: str | None
-    options: Options
-
-    @contextmanager
-    def opened(self) -> Iterator[Store]:
-        store = open_store(
-            self.location,
-            storage_options=self.storage_options,
-            transport=self.transport,
-            options=self.options,
-        )
-        with closing(store):
-            yield store
-
-    def path_of(self, name: str) -> Path | UPath:
-        """The path that callers get; a remote one carries the options it takes to open it."""
-        options = {**self.location.options, **(self.storage_options or {})}
-        return to_path(replace(self.location, options=options).join(name))
 
 
 def find_all_checkpoints(
@@ -110,7 +84,7 @@ def find_all_checkpoints(
         ConfigError: A URL or an option that cannot be used.
         StoreError: The store failed, which never counts as "no checkpoint".
     """
-    place = _place(ckpt_dir, storage_options, transport, options)
+    place = place_of(ckpt_dir, storage_options=storage_options, transport=transport, options=options)
     with place.opened() as root:
         entries = [entry for entry in find_checkpoints(root) if entry.step is not None]
     for entry in entries:
@@ -131,7 +105,7 @@ def find_latest_checkpoint(
     Takes a few requests, however many checkpoints there are. Arguments and errors as
     :func:`find_all_checkpoints`. Calls no collective.
     """
-    place = _place(ckpt_dir, storage_options, transport, options)
+    place = place_of(ckpt_dir, storage_options=storage_options, transport=transport, options=options)
     with place.opened() as root:
         latest = find_latest(root)
     return None if latest is None else place.path_of(latest.name)
@@ -164,7 +138,7 @@ def keep_last_n_checkpoints(
         ConfigError: ``n`` is 0, below -1, or no integer.
         StoreError: The listing failed; nothing was deleted.
     """
-    place = _place(ckpt_dir, storage_options, transport, options)
+    place = place_of(ckpt_dir, storage_options=storage_options, transport=transport, options=options)
     protected = names_in_use(place.location)
 
     def plan(candidates: list[Candidate]) -> RetentionPlan:
@@ -199,7 +173,7 @@ def cleanup_checkpoint(
     Raises:
         StoreError, CheckpointError: Some could not be deleted, the others were.
     """
-    place = _place(ckpt_dir, storage_options, transport, options)
+    place = place_of(ckpt_dir, storage_options=storage_options, transport=transport, options=options)
     policy = CheckpointRetentionPolicy(checkpoint_retention_policy)
     failures = _carry_out(place, lambda candidates: plan_cleanup(candidates, policy))
     if failures:
@@ -238,7 +212,7 @@ def keep_checkpoint_copy(
         StoreError: The store failed; nothing was committed.
     """
     parent, name = parse_location(src).split()
-    place = _place(parent, storage_options, transport, options)
+    place = place_of(parent, storage_options=storage_options, transport=transport, options=options)
     target = f"{name}_keep"
     with place.opened() as root:
         copy = copy_checkpoint if resolve(root, name).generation else copy_stock_checkpoint
@@ -247,18 +221,8 @@ def keep_checkpoint_copy(
     return place.path_of(target)
 
 
-def _place(
-    path: CheckpointPath | Location,
-    storage_options: Mapping[str, Any] | None,
-    transport: str | None,
-    options: Options | None,
-) -> _Place:
-    location = path if isinstance(path, Location) else parse_location(path)
-    return _Place(location, storage_options, transport, options or Options())
-
-
 def _carry_out(
-    place: _Place, plan_for: Callable[[list[Candidate]], RetentionPlan], *, is_automatic: bool = False
+    place: Place, plan_for: Callable[[list[Candidate]], RetentionPlan], *, is_automatic: bool = False
 ) -> list[RemoteCkptError]:
     """Delete what a plan says; returns (and logs) the errors, since one must not stop the others.
 

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "remote_ckpt"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Pure: errors, options, names.
-    ("_version", "errors", "options", "log", "url", "resumed", "keys", "fields"),
+    ("_version", "errors", "options", "log", "url", "resumed", "keys", "fields", "progress"),
     # Pure: codecs and decisions.
     (
         "checksum",
@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "index_rules",
         "retention",
     ),
+    ("policies",),
     # Where bytes live.
     ("store",),
     # How they are moved and checked.
@@ -35,11 +36,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Which checkpoints exist, and how one comes to exist.
     ("newest", "generation", "changes", "probe", "stock_metadata"),
     ("commit", "deletion", "discover", "copies", "stock_copies"),
-    # A run's directory.
-    ("upkeep",),
+    # A run's directory: operations over an open store, then what users call.
+    ("place", "info", "contents"),
+    ("pruning", "verification", "comparison", "usage", "sweep", "copying"),
+    ("upkeep", "directory"),
     # torch starts here.
     ("dcp",),
     ("training", "pretrained"),
+    ("manager",),
+    # The command line.
+    ("cli",),
     # For tests, ours and others'.
     ("testing",),
 )

@@ -29,6 +29,7 @@ from remote_ckpt import (
     keep_checkpoint_copy,
     keep_last_n_checkpoints,
     load_checkpoint,
+    place,
     resumed,
     save_checkpoint,
     upkeep,
@@ -291,7 +292,7 @@ def test_a_folder_that_may_not_be_read_and_is_no_step_disturbs_nothing(
             raise AccessDeniedError("403")
 
     monkeypatch.setattr(
-        upkeep, "open_store", lambda *args, **options: FaultStore(open_store(*args, **options), before=deny)
+        place, "open_store", lambda *args, **options: FaultStore(open_store(*args, **options), before=deny)
     )
     assert [path.name for path in find_all_checkpoints(run)] == ["1", "2"]
     keep_last_n_checkpoints(run, 1)
