@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "manifest",
         "index",
         "index_rules",
+        "inert_pickle",
         "retention",
     ),
     ("policies",),
@@ -37,8 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("newest", "generation", "changes", "probe", "stock_metadata"),
     ("commit", "deletion", "discover", "copies", "stock_copies"),
     # A run's directory: operations over an open store, then what users call.
-    ("place", "info", "contents"),
-    ("pruning", "verification", "comparison", "usage", "sweep", "copying"),
+    ("place", "contents"),
+    ("info", "pruning", "verification", "comparison", "usage", "sweep", "copying"),
     ("upkeep", "directory"),
     # torch starts here.
     ("dcp",),

@@ -1,6 +1,6 @@
 """DCP's pickled ``.metadata`` file, read without unpickling it.
 
-The pickle is parsed as inert data (:mod:`remote_ckpt.dcp.inert_pickle`), checked field by field, and only
+The pickle is parsed as inert data (:mod:`remote_ckpt.inert_pickle`), checked field by field, and only
 then made into DCP's classes by their own constructors. What torch 2.3 to 2.13 write is read; unknown fields
 are ignored.
 """
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from remote_ckpt.dcp.inert_pickle import MalformedPickleError, Named, Record, parse_pickle
+from remote_ckpt.inert_pickle import MalformedPickleError, Named, Record, parse_pickle
 from remote_ckpt.dcp.nesting import ObjectPath, require_paths
 from remote_ckpt.errors import CheckpointDamagedError, UntrustedDataError
 from remote_ckpt.options import MiB
