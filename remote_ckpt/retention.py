@@ -1,26 +1,49 @@
-"""Which checkpoints to keep: pure decisions over a listing, each with its reason.
+"""What to keep and what to delete: pure decisions over a listing, each with its reason.
 
 A plan is data. Whoever carries it out deletes exactly what it names, one checkpoint at a time, and
 each deletion looks again at the newest generation first, so a pin that was set in between wins.
 
 Two kinds of plans:
 
-- :func:`plan_keep_last` is automatic (it runs after every save), so it has floors that no setting
+- :func:`plan_retention` is automatic (it runs after every save), so it has floors that no policy
   overrides: the newest step, the checkpoint committed last, pinned ones, protected ones (in
   progress, resumed from, just committed), damaged ones and every name that is not a step.
+  :func:`plan_keep_last` is the same for the last so many steps.
 - :func:`plan_cleanup` is an explicit order at the end of a run: only pins bind it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from fnmatch import fnmatchcase
+from datetime import datetime, timezone
 from typing import NoReturn
 
+from remote_ckpt.candidates import Candidate, dated_steps, in_listing_order, sound_steps
 from remote_ckpt.errors import ConfigError
+from remote_ckpt.policies import (
+    JoinedPolicy,
+    KeepAll,
+    KeepLast,
+    KeepNamed,
+    RetentionPolicy,
+)
+from remote_ckpt.verdicts import Verdict, join_reasons
+
+__all__ = [
+    "Candidate",
+    "CheckpointRetentionPolicy",
+    "Decision",
+    "RetentionPlan",
+    "format_plan",
+    "plan_cleanup",
+    "plan_keep_last",
+    "plan_retention",
+]
+
+_NO_CLOCK = datetime(1970, 1, 1, tzinfo=timezone.utc)
+"""For policies that go by numbers and names, and ask for no time."""
 
 
 class CheckpointRetentionPolicy(enum.Enum):
@@ -57,25 +80,6 @@ _KEEP_FILTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One checkpoint as a policy sees it.
-
-    Args:
-        name: Its name in the run's directory.
-        step: The number that its name spells, None for a named checkpoint.
-        is_pinned: Pinned checkpoints are kept by every plan.
-        is_damaged: Its manifest could not be read.
-        committed_at: When it was committed (UTC); None where that is unknown.
-    """
-
-    name: str
-    step: int | None
-    is_pinned: bool = False
-    is_damaged: bool = False
-    committed_at: datetime | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What happens to one checkpoint, and why, in words for people."""
@@ -93,12 +97,48 @@ class RetentionPlan:
     warnings: tuple[str, ...] = ()
 
 
+def plan_retention(
+    candidates: Iterable[Candidate],
+    policy: RetentionPolicy,
+    *,
+    now: datetime,
+    protected: Collection[str] = frozenset(),
+) -> RetentionPlan:
+    """Plan what stays by a policy and by the floors; the rest of the steps is deleted.
+
+    The reasons of floors and policy are both told, but for "the newest step": that is said only where the
+    policy alone would have let it go.
+
+    Args:
+        candidates: Every checkpoint of the run's directory, in any order.
+        policy: What the user wants kept.
+        now: The time by the store's clock, with a time zone.
+        protected: Names that stay whatever the policy: just committed, in progress, resumed from.
+
+    Raises:
+        ConfigError: ``policy`` is no :class:`~remote_ckpt.policies.RetentionPolicy`, or ``now`` has no time
+            zone.
+    """
+    if not isinstance(policy, RetentionPolicy):
+        raise ConfigError(f"{policy!r} is no retention policy: give one such as KeepLast(3)")
+    if now.tzinfo is None:
+        raise ConfigError(f"now must have a time zone, such as datetime.now(timezone.utc), not {now!r}")
+    ordered = in_listing_order(candidates)
+    verdict = policy.reasons_to_keep(ordered, now=now)
+    reasons = join_reasons((*_floors(ordered, protected), verdict.reasons))
+    steps = sound_steps(ordered)
+    if steps:
+        reasons.setdefault(steps[-1].name, "the newest step")
+    warnings = (*_warnings(steps), *verdict.warnings)
+    return _split(ordered, reasons, deleted=policy.reason_to_delete, warnings=warnings)
+
+
 def plan_keep_last(
     candidates: Iterable[Candidate], count: int | None, *, protected: Collection[str] = frozenset()
 ) -> RetentionPlan:
     """Plan to keep the last ``count`` steps, the highest numbers being the last.
 
-    Only checkpoints named by a number count or are deleted.
+    Only checkpoints named by a number count or are deleted. The floors of :func:`plan_retention` hold.
 
     Args:
         candidates: Every checkpoint of the run's directory.
@@ -108,27 +148,10 @@ def plan_keep_last(
     Raises:
         ConfigError: ``count`` is 0, below -1, or no integer.
     """
-    _check_count(count)
-    ordered = sorted(candidates, key=_listing_order)
-    steps = [candidate for candidate in ordered if candidate.step is not None and not candidate.is_damaged]
-    if count is None or count == -1:
-        return _split(ordered, lambda _: "all are kept", deleted="")
-    floors = _automatic_floors(steps, protected)
-    last = {candidate.name for candidate in steps[-count:]}
-
-    def reason_to_keep(candidate: Candidate) -> str | None:
-        if candidate.step is None:
-            return "not a step"
-        if candidate.is_damaged:
-            return "damaged: look at it first"
-        if candidate.is_pinned:
-            return "pinned"
-        if candidate.name in last:
-            return f"among the last {count}"
-        return floors.get(candidate.name)
-
-    plan = _split(ordered, reason_to_keep, deleted=f"older than the last {count}")
-    return RetentionPlan(plan.keep, plan.delete, _warnings(steps))
+    if isinstance(count, int) and count == -1:
+        count = None
+    policy = KeepAll() if count is None else KeepLast(count)
+    return plan_retention(candidates, policy, now=_NO_CLOCK, protected=protected)
 
 
 def plan_cleanup(candidates: Iterable[Candidate], policy: CheckpointRetentionPolicy) -> RetentionPlan:
@@ -137,18 +160,10 @@ def plan_cleanup(candidates: Iterable[Candidate], policy: CheckpointRetentionPol
     A policy that keeps the last checkpoint means ``final``; where a run never wrote one, its newest
     step is the last, and is kept instead.
     """
-    ordered = sorted(candidates, key=_listing_order)
-    filters = policy.keep_filters
-    stand_in = _last_step_name(ordered) if "final" in filters else None
-
-    def reason_to_keep(candidate: Candidate) -> str | None:
-        if candidate.is_pinned:
-            return "pinned"
-        if any(fnmatchcase(candidate.name, pattern) for pattern in filters):
-            return f"policy {policy.value} keeps it"
-        return "the last step, as there is no final" if candidate.name == stand_in else None
-
-    return _split(ordered, reason_to_keep, deleted=f"policy {policy.value} does not keep it")
+    ordered = in_listing_order(candidates)
+    kept = _CLEANUP[policy].reasons_to_keep(ordered, now=_NO_CLOCK).reasons
+    reasons = join_reasons((_pinned(ordered), kept))
+    return _split(ordered, reasons, deleted=f"policy {policy.value} does not keep it")
 
 
 def format_plan(plan: RetentionPlan) -> str:
@@ -161,51 +176,64 @@ def format_plan(plan: RetentionPlan) -> str:
     return "\n".join(lines)
 
 
-def _check_count(count: object) -> None:
-    is_count = isinstance(count, int) and not isinstance(count, bool) and (count >= 1 or count == -1)
-    if count is not None and not is_count:
-        raise ConfigError(f"cannot keep the last {count} checkpoints: give 1 or more, or None to keep all")
+@dataclass(frozen=True, slots=True)
+class _KeepFinal(RetentionPolicy):
+    """Keeps ``final``; where there is none that can be read, the newest step stands in for it."""
+
+    def reasons_to_keep(self, candidates: Sequence[Candidate], *, now: datetime) -> Verdict:
+        verdict = KeepNamed("final").reasons_to_keep(candidates, now=now)
+        has_final = any(item.name == "final" and not item.is_damaged for item in candidates)
+        stand_in = [] if has_final else sound_steps(candidates)[-1:]
+        return Verdict(
+            {**verdict.reasons, **{step.name: "the last step, as there is no final" for step in stand_in}}
+        )
 
 
-def _listing_order(candidate: Candidate) -> tuple[bool, int, str]:
-    return candidate.step is None, candidate.step or 0, candidate.name
+_CLEANUP: Mapping[CheckpointRetentionPolicy, RetentionPolicy] = {
+    CheckpointRetentionPolicy.ALL: KeepAll(),
+    CheckpointRetentionPolicy.BEST: KeepNamed("best"),
+    CheckpointRetentionPolicy.LAST: _KeepFinal(),
+    CheckpointRetentionPolicy.LAST_AND_BEST: _KeepFinal() | KeepNamed("best"),
+    CheckpointRetentionPolicy.NONE: JoinedPolicy(()),
+}
 
 
 def _split(
-    ordered: Sequence[Candidate], reason_to_keep: Callable[[Candidate], str | None], *, deleted: str
+    ordered: Sequence[Candidate], reasons: Mapping[str, str], *, deleted: str, warnings: tuple[str, ...] = ()
 ) -> RetentionPlan:
-    reasons = [(candidate.name, reason_to_keep(candidate)) for candidate in ordered]
+    names = [candidate.name for candidate in ordered]
     return RetentionPlan(
-        keep=tuple(Decision(name, reason) for name, reason in reasons if reason is not None),
-        delete=tuple(Decision(name, deleted) for name, reason in reasons if reason is None),
+        keep=tuple(Decision(name, reasons[name]) for name in names if name in reasons),
+        delete=tuple(Decision(name, deleted) for name in names if name not in reasons),
+        warnings=warnings,
     )
 
 
-def _automatic_floors(steps: Sequence[Candidate], protected: Collection[str]) -> dict[str, str]:
-    floors = dict.fromkeys(protected, "protected: in use by this run")
-    if (latest := _committed_last(steps)) is not None:
-        floors.setdefault(latest.name, "committed last")
-    return floors
+def _floors(ordered: Sequence[Candidate], protected: Collection[str]) -> Iterable[Mapping[str, str]]:
+    yield _pinned(ordered)
+    yield dict.fromkeys(protected, "protected: in use by this run")
+    yield {item.name: "damaged: look at it first" for item in ordered if item.is_damaged}
+    yield {item.name: "not a step" for item in ordered if item.step is None}
+    if (latest := _committed_below_the_newest(sound_steps(ordered))) is not None:
+        yield {latest.name: "committed last"}
 
 
-def _committed_last(steps: Sequence[Candidate]) -> Candidate | None:
-    dated = [(step.committed_at, step.step, step) for step in steps if step.committed_at is not None]
-    return max(dated, key=lambda item: item[:2])[2] if dated else None
+def _pinned(ordered: Iterable[Candidate]) -> Mapping[str, str]:
+    return {item.name: "pinned" for item in ordered if item.is_pinned}
+
+
+def _committed_below_the_newest(steps: Sequence[Candidate]) -> Candidate | None:
+    """Return the step committed last, where that is not the newest, the highest: a run went back."""
+    dated = dated_steps(steps)
+    return dated[-1][1] if dated and dated[-1][1].name != steps[-1].name else None
 
 
 def _warnings(steps: Sequence[Candidate]) -> tuple[str, ...]:
-    latest = _committed_last(steps)
-    if latest is None or latest.name == steps[-1].name:
+    latest = _committed_below_the_newest(steps)
+    if latest is None:
         return ()
     # A run that went back, or a folder used again: numbers and times disagree, so say it aloud.
     return (
         f"checkpoint {latest.name} was committed last, but older ones with higher steps exist "
         f"(up to {steps[-1].name}); they count as the last ones",
     )
-
-
-def _last_step_name(ordered: Sequence[Candidate]) -> str | None:
-    if any(candidate.name == "final" and not candidate.is_damaged for candidate in ordered):
-        return None
-    steps = [candidate for candidate in ordered if candidate.step is not None and not candidate.is_damaged]
-    return steps[-1].name if steps else None

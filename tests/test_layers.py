@@ -27,9 +27,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "index",
         "index_rules",
         "inert_pickle",
-        "retention",
+        "candidates",
+        "verdicts",
     ),
     ("policies",),
+    ("retention",),
     # Where bytes live.
     ("store",),
     # How they are moved and checked.
