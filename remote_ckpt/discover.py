@@ -8,9 +8,11 @@ nothing says that it is a checkpoint. Asking for it by name raises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 
 from remote_ckpt.errors import (
     AccessDeniedError,
@@ -21,9 +23,10 @@ from remote_ckpt.errors import (
     FormatError,
     UrlError,
 )
+from remote_ckpt.keys import STOCK_METADATA_NAME
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
-from remote_ckpt.newest import CheckpointKind, Standing, look_at_top
+from remote_ckpt.newest import CheckpointKind, Standing, look_at_top, stock_files
 from remote_ckpt.store.base import Store
 from remote_ckpt.url import check_name, parse_step
 
@@ -42,6 +45,11 @@ class CheckpointEntry:
         generation: The newest generation; 0 for stock and plain ones.
         manifest: The newest manifest; None for stock, plain and damaged ones.
         save_id: Which life of the name it is: :attr:`.newest.Standing.save_id`.
+        committed_at: When the data was committed; of stock and plain ones, the store's time of the file that
+            makes them a checkpoint. None for damaged ones.
+        total_bytes: Size of the data objects, of stock and plain ones of all their files; 0 for damaged ones.
+        formats: Who can read it: ``"remote_ckpt"``, ``"dcp"`` (stock readers, ours included where their
+            ``.metadata`` is there), ``"plain"``.
         error: Why the newest manifest cannot be read.
     """
 
@@ -51,6 +59,9 @@ class CheckpointEntry:
     generation: int = 0
     manifest: Manifest | None = None
     save_id: str | None = None
+    committed_at: datetime | None = None
+    total_bytes: int = 0
+    formats: tuple[str, ...] = ()
     error: CheckpointError | None = None
 
 
@@ -70,12 +81,17 @@ def find_checkpoints(root: Store) -> list[CheckpointEntry]:
     return [entry for entry in entries if entry is not None]
 
 
-def find_latest(root: Store) -> CheckpointEntry | None:
+def find_latest(
+    root: Store, *, is_sound: Callable[[CheckpointEntry], bool] | None = None
+) -> CheckpointEntry | None:
     """Return the highest step that is committed and readable, or None where there is none.
 
     Looks from the highest step downward: three requests where that one is sound, plus one for each
     half-made or deleted step above it. A damaged one is passed over with a warning. One of a newer format is
     not: a run whose package was rolled back must not go on from old work unasked.
+
+    Args:
+        is_sound: A further test; what fails it is passed over.
 
     Raises:
         FormatError: The highest step was written in a format that this version does not read.
@@ -85,7 +101,9 @@ def find_latest(root: Store) -> CheckpointEntry | None:
     for name in reversed(steps):
         entry = _find(root, name)
         if entry is not None and entry.error is None:
-            return entry
+            if is_sound is None or is_sound(entry):
+                return entry
+            continue
         if entry is not None and isinstance(entry.error, FormatError):
             raise entry.error
         if entry is not None:
@@ -165,12 +183,27 @@ def _entry(name: str, standing: Standing) -> CheckpointEntry | None:
     if standing.kind is None or not standing.is_live:
         return None
     damage: CheckpointDamagedError | None = standing.damage
-    return CheckpointEntry(
+    manifest = None if damage else standing.manifest
+    files = {info.key: info for info in standing.infos}
+    stock = [files[key] for key in stock_files(standing)]
+    entry = CheckpointEntry(
         name=name,
         step=parse_step(name),
         kind=standing.kind,
         generation=standing.generation,
-        manifest=None if damage else standing.manifest,
+        manifest=manifest,
         save_id=standing.save_id,
+        formats=(standing.kind, "dcp") if _is_readable_by_stock(standing) else (standing.kind,),
         error=damage,
     )
+    if manifest is not None:
+        return replace(entry, committed_at=manifest.committed_at, total_bytes=manifest.total_bytes)
+    if stock:
+        total_bytes = sum(info.size_bytes for info in stock)
+        return replace(entry, committed_at=stock[-1].modified_at, total_bytes=total_bytes)
+    return entry
+
+
+def _is_readable_by_stock(standing: Standing) -> bool:
+    has_metadata = any(info.key == STOCK_METADATA_NAME for info in standing.infos)
+    return standing.generation > 0 and standing.damage is None and has_metadata

@@ -106,17 +106,38 @@ def save_checkpoint(
             data was written or committed; list the checkpoints to see.
         ConfigError, StoreError: Wrong URL or options; a store that refused.
     """
+    save_state(
+        ckpt_dir,
+        iteration=iteration,
+        model=model,
+        optimizer=optimizer,
+        others=others,
+        process_group=process_group,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        transport=transport,
+        options=options,
+    )
+
+
+def save_state(
+    ckpt_dir: CheckpointPath,
+    *,
+    iteration: int | str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    others: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    options: Options | None,
+    **writer_options: Any,
+) -> None:
+    """Save as :func:`save_checkpoint` does, with any option of the writer, such as ``metrics``."""
     options = options or Options()
     group = _group(process_group, options, SaveFailedError)
 
     def prepare() -> tuple[RemoteStorageWriter, dict[str, Any]]:
         writer = RemoteStorageWriter(
-            ckpt_dir,
-            storage_options=storage_options,
-            transport=transport,
-            overwrite=overwrite,
-            options=options,
-            left_out=left_out_names(model),
+            ckpt_dir, options=options, left_out=left_out_names(model), **writer_options
         )
         state = collect_state(model, optimizer, others, iteration=iteration)
         if other_keys := names_with_other_keys(others, state):

@@ -7,24 +7,16 @@ rank has just deleted is no error). They do what DINOv3's checkpointer does unde
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remote_ckpt.copies import copy_checkpoint
-from remote_ckpt.deletion import delete_checkpoint
-from remote_ckpt.discover import CheckpointEntry, find_checkpoints, find_latest, resolve
-from remote_ckpt.errors import (
-    CheckpointChangedError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    RemoteCkptError,
-)
+from remote_ckpt.discover import find_checkpoints, find_latest, resolve
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
-from remote_ckpt.place import Place, place_of
+from remote_ckpt.place import place_of
+from remote_ckpt.pruning import prune
 from remote_ckpt.resumed import names_in_use
 from remote_ckpt.retention import (
     Candidate,
@@ -34,7 +26,6 @@ from remote_ckpt.retention import (
     plan_keep_last,
 )
 from remote_ckpt.stock_copies import copy_stock_checkpoint
-from remote_ckpt.store.base import Store
 from remote_ckpt.url import parse_location
 
 if TYPE_CHECKING:
@@ -49,14 +40,6 @@ __all__ = [
     "keep_checkpoint_copy",
     "keep_last_n_checkpoints",
 ]
-
-_UNDECIDED_SECONDS = 1.5
-"""How long retention beside training waits for one deletion that the store leaves undecided."""
-_MAX_UNDECIDED = 3
-"""After so many of those it leaves the rest to the next time."""
-
-_Doomed = Sequence[tuple[CheckpointEntry, str]]
-"""What to delete, and why."""
 
 
 def find_all_checkpoints(
@@ -147,7 +130,8 @@ def keep_last_n_checkpoints(
     plan([])  # a wrong n is an error before anything is asked of the store
     if n is None or n == -1:
         return
-    _carry_out(place, plan, is_automatic=True)
+    with place.opened() as root:
+        prune(root, plan, options=place.options, is_hasty=True)
 
 
 def cleanup_checkpoint(
@@ -175,9 +159,15 @@ def cleanup_checkpoint(
     """
     place = place_of(ckpt_dir, storage_options=storage_options, transport=transport, options=options)
     policy = CheckpointRetentionPolicy(checkpoint_retention_policy)
-    failures = _carry_out(place, lambda candidates: plan_cleanup(candidates, policy))
-    if failures:
-        raise failures[0]
+    with place.opened() as root:
+        report = prune(
+            root,
+            lambda candidates: plan_cleanup(candidates, policy),
+            options=place.options,
+            is_automatic=False,
+        )
+    for failure in report.failures:
+        raise failure.error
 
 
 def keep_checkpoint_copy(
@@ -219,77 +209,3 @@ def keep_checkpoint_copy(
         copy(root, name, target, overwrite=True, options=place.options)
     logger.info("copied %s to %s", parent.join(name).url, target)
     return place.path_of(target)
-
-
-def _carry_out(
-    place: Place, plan_for: Callable[[list[Candidate]], RetentionPlan], *, is_automatic: bool = False
-) -> list[RemoteCkptError]:
-    """Delete what a plan says; returns (and logs) the errors, since one must not stop the others.
-
-    Args:
-        is_automatic: It runs beside training: saves in progress bind it, and it does not wait for long.
-    """
-    with place.opened() as root:
-        entries = {entry.name: entry for entry in find_checkpoints(root)}
-        plan = plan_for([_candidate(entry) for entry in entries.values()])
-        for warning in plan.warnings:
-            logger.warning("%s: %s", place.location.url, warning)
-        doomed = [(entries[decision.name], decision.reason) for decision in plan.delete]
-        delete = _delete_beside_training if is_automatic else _delete_all
-        return [error for error in delete(root, doomed, place.options) if error is not None]
-
-
-def _delete_all(root: Store, doomed: _Doomed, options: Options) -> Iterator[RemoteCkptError | None]:
-    for entry, reason in doomed:
-        yield _delete(root, entry, reason, options)
-
-
-def _delete_beside_training(
-    root: Store, doomed: _Doomed, options: Options
-) -> Iterator[RemoteCkptError | None]:
-    seconds = min(_UNDECIDED_SECONDS, options.commit.commit_seconds)
-    hasty = replace(options, commit=replace(options.commit, commit_seconds=seconds))
-    undecided_count = 0
-    for entry, reason in doomed:
-        if undecided_count == _MAX_UNDECIDED:
-            logger.warning("%s: %s and what follows are left to the next time", root.url, entry.name)
-            return
-        error = _delete(root, entry, reason, hasty, if_idle=True)
-        undecided_count += isinstance(error, CommitUnknownError)
-        yield error
-
-
-def _candidate(entry: CheckpointEntry) -> Candidate:
-    manifest = entry.manifest
-    return Candidate(
-        name=entry.name,
-        step=entry.step,
-        is_pinned=manifest is not None and manifest.pinned,
-        is_damaged=entry.error is not None,
-        committed_at=None if manifest is None else manifest.committed_at,
-    )
-
-
-def _delete(
-    root: Store, entry: CheckpointEntry, reason: str, options: Options, *, if_idle: bool = False
-) -> RemoteCkptError | None:
-    try:
-        with closing(root.scope(entry.name)) as checkpoint:
-            # What the plan saw, in generation and life: a pin or a new save that came since wins.
-            delete_checkpoint(
-                checkpoint,
-                if_generation=entry.generation,
-                if_save_id=entry.save_id,
-                if_idle=if_idle,
-                options=options,
-            )
-    except CheckpointNotFoundError:
-        return None  # another rank was faster
-    except CheckpointChangedError as error:
-        logger.info("%s: %s stays, it changed since the plan: %s", root.url, entry.name, error)
-        return None
-    except RemoteCkptError as error:
-        logger.error("%s: cannot delete %s: %s", root.url, entry.name, error)
-        return error
-    logger.info("%s: deleted %s: %s", root.url, entry.name, reason)
-    return None

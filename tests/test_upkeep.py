@@ -30,9 +30,9 @@ from remote_ckpt import (
     keep_last_n_checkpoints,
     load_checkpoint,
     place,
+    pruning,
     resumed,
     save_checkpoint,
-    upkeep,
 )
 from remote_ckpt.changes import set_pinned
 from remote_ckpt.deletion import delete_checkpoint
@@ -240,14 +240,14 @@ def test_those_whose_fate_stays_unknown_do_not_hold_up_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The options allow 300 s for each."""
-    monkeypatch.setattr(upkeep, "_UNDECIDED_SECONDS", 0.01)
+    monkeypatch.setattr(pruning, "_UNDECIDED_SECONDS", 0.01)
     save(str(tmp_path), 1, 2, 3, 4, 5)
     for name in ("1", "2", "3"):
         (tmp_path / name / "manifest.000002.json").mkdir()  # no tombstone can be created where a folder is
     keep_last_n_checkpoints(tmp_path, 1)
     assert names_in(str(tmp_path)) == ["1", "2", "3", "4", "5"]
     assert "cannot delete 3" in caplog.text
-    assert "4 and what follows are left to the next time" in caplog.text
+    assert "4 stays: the store leaves deletions undecided: left to the next time" in caplog.text
 
 
 def test_a_save_that_is_about_to_replace_a_step_is_not_disturbed(run: str) -> None:
@@ -272,7 +272,7 @@ def test_a_newer_life_of_a_name_is_not_what_was_planned(
         save(run, 1, value=7.0)
         return entries
 
-    monkeypatch.setattr(upkeep, "find_checkpoints", plan_and_then_another_life)
+    monkeypatch.setattr(pruning, "find_checkpoints", plan_and_then_another_life)
     if policy is None:
         keep_last_n_checkpoints(run, 1)
     else:
