@@ -112,7 +112,8 @@ class KeepLast(RetentionPolicy):
     def __post_init__(self) -> None:
         if not _is_count(self.n):
             raise ConfigError(
-                f"cannot keep the last {self.n} checkpoints: give an integer, 1 or more (KeepAll() keeps all)"
+                f"cannot keep the last {self.n} checkpoints: give an integer, 1 or more; to keep all, give "
+                "KeepAll(), or None to keep_last_n_checkpoints"
             )
 
     def __repr__(self) -> str:
@@ -266,7 +267,7 @@ class KeepNamed(RetentionPolicy):
     patterns: tuple[str, ...]
 
     def __init__(self, *names: str, pattern: str | Iterable[str] | None = None) -> None:
-        patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern or ())
+        patterns = _as_patterns(pattern)
         if not names and not patterns:
             raise ConfigError("KeepNamed: give names, such as 'best', or a pattern, such as pattern='*_keep'")
         for text in (*names, *patterns):
@@ -295,6 +296,12 @@ class KeepNamed(RetentionPolicy):
 
 def _parts(policy: RetentionPolicy) -> tuple[RetentionPolicy, ...]:
     return policy.policies if isinstance(policy, JoinedPolicy) else (policy,)
+
+
+def _as_patterns(pattern: str | Iterable[str] | None) -> tuple[str, ...]:
+    if pattern is None:
+        return ()
+    return tuple(pattern) if isinstance(pattern, Iterable) and not isinstance(pattern, str) else (pattern,)
 
 
 def _is_count(value: object) -> bool:
