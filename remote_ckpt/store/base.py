@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 from remote_ckpt.errors import ConfigError
 
@@ -68,6 +68,27 @@ class ObjectInfo:
     """One object of a listing: key relative to the store, size in bytes, time by the store's clock (UTC)."""
 
     key: str
+    size_bytes: int
+    modified_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What an interrupted write left that is no object: no reader and no listing of objects sees it.
+
+    Args:
+        key: Of an upload, the key of the object that it was to become; else that of the file or folder.
+        kind: ``"upload"``: a multipart upload that was begun and neither completed nor aborted.
+            ``"file"``: a temporary file. ``"folder"``: one that was moved aside and not emptied, or the empty
+            one of a save.
+        upload_id: Tells uploads of one key apart; empty for files and folders.
+        size_bytes: Of a file, or of all files in a folder; 0 for uploads, of which no listing says it.
+        modified_at: When the upload was begun, or the file or folder changed last, by the store's clock.
+    """
+
+    key: str
+    kind: Literal["upload", "file", "folder"]
+    upload_id: str = ""
     size_bytes: int
     modified_at: datetime
 
@@ -189,6 +210,27 @@ class Store(Protocol):
 
     def copy(self, source: str, target: str) -> None:
         """Copy within the store, whole or not at all, replacing ``target``."""
+        ...
+
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """Return what interrupted writes left below the root, sorted; nothing where the store tells none.
+
+        It does not tell what is still being written from what never will be: only age does.
+
+        Raises:
+            MissingDependencyError: S3: boto3, which lists uploads, is not installed.
+            AccessDeniedError: S3: it takes a right of its own (``s3:ListBucketMultipartUploads``).
+        """
+        ...
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """Remove one of :meth:`list_leftovers`; one that is gone, or has become an object, is no error.
+
+        A folder that is not empty any more stays, unless it was moved aside.
+
+        Raises:
+            ConfigError: It is none that this store could have listed.
+        """
         ...
 
     def clock(self) -> datetime:

@@ -10,17 +10,20 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Final
 
 from remote_ckpt.errors import StoreUnavailableError
+from remote_ckpt.keys import is_token
 from remote_ckpt.log import logger
-from remote_ckpt.store.base import ObjectInfo
+from remote_ckpt.store.base import Leftover, ObjectInfo
 
 TEMP_PREFIX: Final = ".tmp-"
 TRASH_PREFIX: Final = ".trash-"
+_HIDDEN: Final = re.compile(r"\.(?:tmp|trash)-[0-9a-f]{24}")
 
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _EMPTYING_ROUNDS: Final = 8
@@ -30,6 +33,11 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 def is_hidden(name: str) -> bool:
     """Whether a name is one of our own temporary ones, which no listing shows."""
     return name.startswith((TEMP_PREFIX, TRASH_PREFIX))
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder of that name may be removed as left over: only what we name so exactly."""
+    return _HIDDEN.fullmatch(name) is not None or is_token(name)
 
 
 def open_folder(path: str, *, at: int | None = None) -> int:
@@ -174,17 +182,51 @@ def walk(handle: int, prefix: str, above: tuple[os.stat_result, ...] = ()) -> It
                 yield from walk(child, f"{prefix}{name}/", (*above, here))
 
 
-def walk_hidden(handle: int, prefix: str) -> Iterator[ObjectInfo]:
-    """Yield the hidden files and folders in and below a folder, without following links."""
+def walk_leftovers(handle: int, prefix: str) -> Iterator[Leftover]:
+    """Yield the hidden files and folders in and below a folder, and the empty folders of saves.
+
+    Links are not followed, and folders that may not be read are passed over.
+    """
     with os.scandir(handle) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in found:
-        with contextlib.suppress(FileNotFoundError):
-            if is_hidden(name):
-                yield file_info(prefix + name, os.stat(name, dir_fd=handle, follow_symlinks=False))
-            elif is_folder:
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if _HIDDEN.fullmatch(name):
+                yield _leftover(handle, prefix + name, is_folder=is_folder)
+            elif is_folder and not is_hidden(name):
                 with opened_folder(handle, [name]) as child:
-                    yield from walk_hidden(child, f"{prefix}{name}/")
+                    if is_token(name) and not os.listdir(child):
+                        yield _leftover(handle, prefix + name, is_folder=True)
+                    else:
+                        yield from walk_leftovers(child, f"{prefix}{name}/")
+
+
+def _leftover(handle: int, key: str, *, is_folder: bool) -> Leftover:
+    name = key.rpartition("/")[2]
+    status = os.stat(name, dir_fd=handle, follow_symlinks=False)
+    size_bytes = _tree_bytes(name, at=handle) if is_folder else status.st_size
+    return Leftover(
+        key=key,
+        kind="folder" if is_folder else "file",
+        size_bytes=size_bytes,
+        modified_at=file_time(status),
+    )
+
+
+def _tree_bytes(name: str, *, at: int) -> int:
+    """Return the bytes of all files in and below a folder, without following links."""
+    handle = os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=at)
+    try:
+        with os.scandir(handle) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        return sum(
+            _tree_bytes(each, at=handle)
+            if is_folder
+            else os.stat(each, dir_fd=handle, follow_symlinks=False).st_size
+            for each, is_folder in found
+        )
+    finally:
+        os.close(handle)
 
 
 # --- removing ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from remote_ckpt.options import RetryOptions, TransferOptions
 from remote_ckpt.store.base import (
     ChunkSource,
     DeleteFailure,
+    Leftover,
     Listing,
     ObjectInfo,
     check_key,
@@ -38,6 +39,7 @@ from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.http_errors import no_listing_message
 from remote_ckpt.store.obstore_options import ENDPOINT_VARIABLES
 from remote_ckpt.store.option_checks import check_endpoint, check_mappings
+from remote_ckpt.store.s3_uploads import abort_upload, leftovers_of, list_uploads
 from remote_ckpt.url import Location, redact_url
 
 _log = logging.getLogger("remote_ckpt")
@@ -160,6 +162,19 @@ class S3fsStore(FsspecStore):
         wanted = [check_key(key) for key in dict.fromkeys(keys)]
         batches = [wanted[i : i + _DELETE_BATCH] for i in range(0, len(wanted), _DELETE_BATCH)]
         return [failure for batch in batches for failure in self._delete_batch(batch)]
+
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """See :meth:`Store.list_leftovers`: open multipart uploads."""
+        root = self._path_in_bucket("")
+        with self._request("list_uploads"):
+            return leftovers_of(list_uploads(self._call, root), root)
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """See :meth:`Store.remove_leftover`: aborts the upload."""
+        if leftover.kind != "upload":
+            return super().remove_leftover(leftover)
+        with self._request("abort_upload", leftover.key):
+            abort_upload(self._call, self._path_in_bucket(check_key(leftover.key)), leftover.upload_id)
 
     def clock(self) -> datetime:
         """See :meth:`Store.clock`; one request, to whole seconds."""

@@ -32,6 +32,7 @@ from remote_ckpt.store.base import (
     ChunkSource,
     CreateOnly,
     DeleteFailure,
+    Leftover,
     Listing,
     ObjectInfo,
     StoreCapabilities,
@@ -184,25 +185,27 @@ class LocalStore:
         infos, names = self._visit(prefix, lambda folder: folders.scan(folder, prefix)) or ([], [])
         return Listing(tuple(sorted_infos(infos)), tuple(sorted(names)))
 
-    def list_leftovers(self) -> Sequence[ObjectInfo]:
-        """Return the hidden files and folders that crashes left in and below this folder, with ctimes."""
-        return sorted_infos(self._visit("", lambda folder: [*folders.walk_hidden(folder, "")]) or ())
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """See :meth:`Store.list_leftovers`: what crashes left under hidden names, and empty folders of saves.
 
-    def remove_leftover(self, key: str) -> None:
-        """Remove one of :meth:`list_leftovers`; raises ConfigError for any other name."""
-        *parts, name = check_key(key).split("/")
-        if not folders.is_hidden(name):
-            raise ConfigError(f"{key!r} is no leftover", url=self.url)
+        Times are ctimes.
+        """
+        found = self._visit("", lambda folder: [*folders.walk_leftovers(folder, "")]) or ()
+        return sorted(found, key=lambda leftover: leftover.key)
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """See :meth:`Store.remove_leftover`."""
+        *parts, name = check_key(leftover.key).split("/")
+        if not folders.is_leftover(name) or any(folders.is_hidden(part) for part in parts):
+            raise ConfigError(f"{leftover.key!r} is no leftover", url=self.url)
         with (
-            self._place("remove_leftover", key).translating(),
-            contextlib.suppress(FileNotFoundError),
+            self._place("remove_leftover", leftover.key).translating(),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
             self._folder.opened() as root,
-            folders.opened_folder(root, parts) as folder,
         ):
-            try:
-                posix.remove_file(name, at=folder)
-            except IsADirectoryError:
-                folders.remove_tree(name, at=folder)
+            with folders.opened_folder(root, parts) as folder:
+                _remove_leftover(name, at=folder)
+            self._remove_empty(root, parts)
 
     def clock(self) -> datetime:
         """Return the file system's time: that of a file made for the purpose, here or just above."""
@@ -327,6 +330,16 @@ def _visit_below(root: int, parts: Sequence[str], visit: Callable[[int], T]) -> 
     with contextlib.suppress(NotADirectoryError), folders.opened_folder(root, parts) as folder:
         return visit(folder)
     return None
+
+
+def _remove_leftover(name: str, *, at: int) -> None:
+    if not folders.is_hidden(name):
+        folders.remove_if_empty(name, at=at)  # a save's own folder, unless it has gone on meanwhile
+        return
+    try:
+        posix.remove_file(name, at=at)
+    except IsADirectoryError:
+        folders.remove_tree(name, at=at)
 
 
 def _check_visible(key: str) -> str:

@@ -39,6 +39,7 @@ from remote_ckpt.store.base import (
     ChunkSource,
     CreateOnly,
     DeleteFailure,
+    Leftover,
     Listing,
     ObjectInfo,
     StoreCapabilities,
@@ -52,7 +53,7 @@ from remote_ckpt.store.obstore_clients import Clients, check_process, open_clien
 from remote_ckpt.store.obstore_errors import DRIVER_ERRORS, redacted, status_of, translate
 from remote_ckpt.store.obstore_listing import info_of
 from remote_ckpt.store.obstore_options import DriverSettings
-from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, s3_uploads
+from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, leftovers_of, s3_uploads
 from remote_ckpt.store.wrappers import FolderlessStore
 from remote_ckpt.url import Location, redact_url
 
@@ -80,19 +81,22 @@ def open_obstore_store(
     """
     check_process(location.url)
     settings = plan_settings(location, {**location.options, **(storage_options or {})})
-    clients = open_clients(
-        location, settings, retry=retry or RetryOptions(), transfer=transfer or TransferOptions()
-    )
-    return ObstoreStore(location, clients, settings)
+    retry = retry or RetryOptions()
+    clients = open_clients(location, settings, retry=retry, transfer=transfer or TransferOptions())
+    return ObstoreStore(location, clients, settings, retry)
 
 
 class ObstoreStore(FolderlessStore):
     """One prefix of a bucket. Made by :func:`open_obstore_store`."""
 
-    def __init__(self, location: Location, clients: Clients, settings: DriverSettings) -> None:
+    def __init__(
+        self, location: Location, clients: Clients, settings: DriverSettings, retry: RetryOptions
+    ) -> None:
         self._location = location
         self._clients: Clients | None = clients
         self._settings = settings
+        self._retry = retry
+        self._uploads: S3Uploads | None = None
         self._root = f"{location.path}/" if location.path else ""
 
     def __repr__(self) -> str:
@@ -231,6 +235,27 @@ class ObstoreStore(FolderlessStore):
         with self._request("copy", source) as (clients, source_path):
             obstore.copy(clients.bodies, source_path, path)
 
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """See :meth:`Store.list_leftovers`: the open multipart uploads of S3.
+
+        Elsewhere none can be listed. Azure drops blocks that were never committed after a week; on GCS a
+        lifecycle rule of the bucket (``AbortIncompleteMultipartUpload``) has to.
+        """
+        with self._request("list_leftovers"):
+            if self._location.scheme != "s3":
+                return ()
+            # Anew for each listing: the credentials of a role are those of this moment.
+            self._uploads = self._open_uploads(self._retry)
+            return leftovers_of(self._uploads.list_open(self._root), self._root)
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """See :meth:`Store.remove_leftover`: aborts the upload."""
+        with self._request("remove_leftover", leftover.key) as (_, path):
+            if self._location.scheme != "s3" or leftover.kind != "upload":
+                return super().remove_leftover(leftover)
+            uploads = self._uploads or self._open_uploads(self._retry)
+            uploads.abort_by_id(path, leftover.upload_id)
+
     def clock(self) -> datetime:
         """See :meth:`Store.clock`.
 
@@ -251,11 +276,14 @@ class ObstoreStore(FolderlessStore):
         """
         if self._location.scheme != "s3":
             raise ConfigError("open uploads can be listed on S3 only", url=self.url)
-        return s3_uploads(self._location.bucket, self._settings, url=self.url)
+        return self._open_uploads()
 
     def close(self) -> None:
         """Drop the clients; further calls raise ConfigError."""
         self._clients = None
+
+    def _open_uploads(self, retry: RetryOptions | None = None) -> S3Uploads:
+        return s3_uploads(self._location.bucket, self._settings, url=self.url, retry=retry)
 
     @contextmanager
     def _request(self, operation: str, key: str | None = None) -> Iterator[tuple[Clients, str]]:

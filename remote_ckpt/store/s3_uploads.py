@@ -1,19 +1,26 @@
-"""What obstore lacks and boto3 has: open multipart uploads, and copies of objects above 5 GiB."""
+"""What obstore lacks and botocore has: open multipart uploads, and copies of objects above 5 GiB."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
-from remote_ckpt.errors import MissingDependencyError
-from remote_ckpt.options import GiB
+from remote_ckpt.errors import MissingDependencyError, StoreUnavailableError
+from remote_ckpt.options import GiB, RetryOptions
+from remote_ckpt.store.base import Leftover, is_key
 from remote_ckpt.store.boto_errors import boto_translated
+from remote_ckpt.store.http_errors import no_listing_message
 from remote_ckpt.store.obstore_options import DriverSettings
 
 MAX_COPY_BYTES = 5 * GiB
 """Largest object that one CopyObject request copies (S3's limit)."""
+
+Call = Callable[..., Mapping[str, Any]]
+"""Sends one request about a bucket: botocore's method by name, its arguments without the bucket."""
+
+_MARKERS: Final = ("KeyMarker", "UploadIdMarker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,73 @@ class OpenUpload:
     started_at: datetime
 
 
+def list_uploads(call: Call, prefix: str) -> Sequence[OpenUpload]:
+    """Return the open uploads whose key (in the bucket) starts with ``prefix``, sorted by key.
+
+    MinIO lists none for a prefix that is no whole key; it aborts those of a day itself.
+
+    Raises:
+        StoreUnavailableError: An answer says that there are more, and not how to get them.
+    """
+    found = [upload for page in _pages(call, prefix) for upload in _uploads_in(page)]
+    below = [upload for upload in found if upload.key.startswith(prefix)]
+    return sorted(below, key=lambda upload: (upload.key, upload.upload_id))
+
+
+def abort_upload(call: Call, key: str, upload_id: str) -> None:
+    """Abort an upload; one that is gone (aborted, or completed) counts as aborted."""
+    try:
+        call("abort_multipart_upload", Key=key, UploadId=upload_id)
+    except Exception as error:
+        if not _says_gone(error):
+            raise
+
+
+def leftovers_of(uploads: Sequence[OpenUpload], root: str) -> Sequence[Leftover]:
+    """Return uploads as leftovers of a store whose keys in the bucket begin with ``root``."""
+    return [
+        Leftover(
+            key=upload.key.removeprefix(root),
+            kind="upload",
+            upload_id=upload.upload_id,
+            size_bytes=0,
+            modified_at=upload.started_at,
+        )
+        for upload in uploads
+        if is_key(upload.key.removeprefix(root))
+    ]
+
+
+def _pages(call: Call, prefix: str) -> Iterator[Mapping[str, Any]]:
+    # Not botocore's paginator: s3fs has none, and SeaweedFS gives no marker of the key.
+    marks: dict[str, str] = {}
+    seen = set()
+    while True:
+        page = call("list_multipart_uploads", Prefix=prefix, **marks)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        marks = {name: page[f"Next{name}"] for name in _MARKERS if page.get(f"Next{name}")}
+        place = tuple(marks.items())
+        if not place or place in seen:
+            raise StoreUnavailableError(no_listing_message("it does not say how to go on"))
+        seen.add(place)
+
+
+def _uploads_in(page: Mapping[str, Any]) -> Iterator[OpenUpload]:
+    for found in page.get("Uploads", ()):
+        yield OpenUpload(found["Key"], found["UploadId"], found["Initiated"])
+
+
+def _says_gone(error: Exception) -> bool:
+    # s3fs raises an OSError of its own, caused by botocore's.
+    answers = (getattr(each, "response", None) for each in (error, error.__cause__))
+    return any(answer and answer["Error"].get("Code") == "NoSuchUpload" for answer in answers)
+
+
 @dataclass(frozen=True, slots=True)
 class S3Uploads:
-    """The multipart uploads of one bucket.
+    """The multipart uploads of one bucket, through boto3.
 
     Args:
         client: A boto3 S3 client.
@@ -42,38 +113,34 @@ class S3Uploads:
     def list_open(self, prefix: str) -> Sequence[OpenUpload]:
         """Return the open uploads whose key (in the bucket) starts with ``prefix``, sorted by key."""
         with boto_translated("list_uploads", url=self.url):
-            found = list(self._pages(prefix))
-        return sorted(found, key=lambda upload: (upload.key, upload.upload_id))
+            return list_uploads(self._call, prefix)
 
     def abort(self, upload: OpenUpload) -> None:
         """Abort an upload; one that is gone counts as aborted."""
-        from botocore.exceptions import ClientError
+        self.abort_by_id(upload.key, upload.upload_id)
 
-        with boto_translated("abort_upload", url=self.url, key=upload.key):
-            try:
-                self.client.abort_multipart_upload(
-                    Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id
-                )
-            except ClientError as error:
-                if error.response["Error"].get("Code") != "NoSuchUpload":
-                    raise
+    def abort_by_id(self, key: str, upload_id: str) -> None:
+        """As :meth:`abort`, of the upload to ``key`` (in the bucket) that has this id."""
+        with boto_translated("abort_upload", url=self.url, key=key):
+            abort_upload(self._call, key, upload_id)
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object of any size within the bucket, in parts where it is large."""
         with boto_translated("copy", url=self.url, key=source):
             self.client.copy({"Bucket": self.bucket, "Key": source}, self.bucket, target)
 
-    def _pages(self, prefix: str) -> Iterator[OpenUpload]:
-        pages = self.client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self.bucket, Prefix=prefix
-        )
-        for page in pages:
-            for found in page.get("Uploads", ()):
-                yield OpenUpload(found["Key"], found["UploadId"], found["Initiated"])
+    def _call(self, method: str, **arguments: Any) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = getattr(self.client, method)(Bucket=self.bucket, **arguments)
+        return answer
 
 
-def s3_uploads(bucket: str, settings: DriverSettings, *, url: str) -> S3Uploads:
+def s3_uploads(
+    bucket: str, settings: DriverSettings, *, url: str, retry: RetryOptions | None = None
+) -> S3Uploads:
     """Return the uploads of a bucket, reached with the settings of its obstore client.
+
+    Args:
+        retry: Its time-outs, and each request is sent once. None leaves both to boto3, for copies in parts.
 
     Raises:
         MissingDependencyError: boto3 is not installed.
@@ -100,6 +167,16 @@ def s3_uploads(bucket: str, settings: DriverSettings, *, url: str) -> S3Uploads:
         aws_secret_access_key=known.get("secret_access_key"),
         aws_session_token=known.get("token"),
         verify=settings.verify,
-        config=Config(**checksums, **signature),
+        config=Config(**checksums, **signature, **_patience(retry)),
     )
     return S3Uploads(client, bucket, url)
+
+
+def _patience(retry: RetryOptions | None) -> dict[str, Any]:
+    if retry is None:
+        return {}
+    return {
+        "connect_timeout": min(retry.connect_seconds, retry.total_seconds),
+        "read_timeout": min(retry.request_seconds, retry.total_seconds),
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+    }

@@ -17,6 +17,7 @@ from remote_ckpt.store.base import (
     Buffer,
     ChunkSource,
     DeleteFailure,
+    Leftover,
     Listing,
     ObjectInfo,
     Store,
@@ -26,7 +27,9 @@ from remote_ckpt.store.base import (
 )
 
 T = TypeVar("T")
-_CHANGES: Final = frozenset({"write", "write_stream", "create", "delete", "copy", "remove_folder"})
+_CHANGES: Final = frozenset(
+    {"write", "write_stream", "create", "delete", "copy", "remove_folder", "remove_leftover"}
+)
 
 
 class DelegatingStore:
@@ -119,6 +122,14 @@ class DelegatingStore:
     def copy(self, source: str, target: str) -> None:
         """See :meth:`Store.copy`."""
         self._invoke("copy", target, lambda: self.inner.copy(source, target))
+
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """See :meth:`Store.list_leftovers`."""
+        return self._invoke("list_leftovers", None, self.inner.list_leftovers)
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """See :meth:`Store.remove_leftover`."""
+        self._invoke("remove_leftover", leftover.key, lambda: self.inner.remove_leftover(leftover))
 
     def clock(self) -> datetime:
         """See :meth:`Store.clock`."""
@@ -230,6 +241,16 @@ class PrefixStore(DelegatingStore):
         """See :meth:`Store.copy`."""
         self.inner.copy(self._full(source), self._full(target))
 
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """See :meth:`Store.list_leftovers`; the inner store lists all of its own."""
+        start = self._full_prefix("")
+        below = [found for found in self.inner.list_leftovers() if found.key.startswith(start)]
+        return [replace(found, key=found.key.removeprefix(start)) for found in below]
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """See :meth:`Store.remove_leftover`."""
+        self.inner.remove_leftover(replace(leftover, key=self._full(leftover.key)))
+
     def scope(self, name: str, *, create: bool = False) -> Store:
         """Return the store of a longer prefix."""
         return PrefixStore(self.inner, self._full(name))
@@ -248,7 +269,18 @@ class PrefixStore(DelegatingStore):
 
 
 class FolderlessStore:
-    """What stores without folders have in common: a scope is a prefix, and nothing moves away."""
+    """What stores without folders have in common: a scope is a prefix, and nothing moves away.
+
+    Without open uploads either, as long as nothing else is said.
+    """
+
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """Nothing: an interrupted write leaves nothing that this store could list."""
+        return ()
+
+    def remove_leftover(self: Store, leftover: Leftover) -> None:
+        """Refuse: it was not listed here."""
+        raise ConfigError(f"{leftover.key!r} is no leftover of this store", url=self.url)
 
     def scope(self: Store, name: str, *, create: bool = False) -> Store:
         """See :meth:`Store.scope`; there is nothing to make."""

@@ -25,7 +25,7 @@ from typing import ClassVar
 import pytest
 
 from remote_ckpt.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError
-from remote_ckpt.store.base import Buffer, CreateOnly, Store
+from remote_ckpt.store.base import Buffer, CreateOnly, Leftover, Store
 
 DATA = bytes(range(256)) * 4
 ALLOWED = "ABCXYZabcxyz0189._=-"
@@ -87,6 +87,10 @@ class StoreContract:
     def raw_mark_folder(self, store: Store, key: str) -> None:
         """Leave what consoles and other tools leave for an empty folder: a zero-byte ``key/``."""
         self.raw_write(store, key + "/", b"")
+
+    def raw_leave(self, store: Store, key: str) -> bool:
+        """Leave what a writer of ``key`` leaves that is killed half-way; false where that is nothing."""
+        return False
 
     # --- whole objects -------------------------------------------------------------------------
 
@@ -391,6 +395,50 @@ class StoreContract:
         store.copy("source", "target")
         assert self.raw_read(store, "target") == self.raw_read(store, "source") == DATA
         assert [info.key for info in store.list()] == ["source", "target"]
+
+    # --- leftovers -----------------------------------------------------------------------------
+
+    def test_objects_are_no_leftovers(self, store: Store) -> None:
+        self.raw_write(store, "1/k", DATA)
+        self._stream(store, self._chunks, self.stream_bytes)
+        store.create("1/manifest.000001.json", DATA)
+        store.copy("1/k", "2/k")
+        assert list(store.list_leftovers()) == []
+
+    def test_what_a_killed_writer_left_is_listed_as_no_object_and_can_be_removed(self, store: Store) -> None:
+        self.raw_write(store, "1/k", DATA)
+        count = sum(self.raw_leave(store, key) for key in ("1/d-0123456789abcdef/0.distcp", "10/l"))
+        found = store.list_leftovers()
+        assert len(found) == count
+        assert [leftover.key.split("/")[0] for leftover in found] == ["1", "10"][:count]
+        assert all(leftover.modified_at.tzinfo is not None for leftover in found)
+        assert [info.key for info in store.list()] == ["1/k"]
+        for leftover in (*found, *found):
+            store.remove_leftover(leftover)
+        assert list(store.list_leftovers()) == []
+        assert [info.key for info in store.list()] == ["1/k"]
+
+    def test_a_scope_sees_its_own_leftovers_only(self, store: Store) -> None:
+        self.raw_write(store, "1/k", DATA)
+        self.raw_write(store, "10/k", DATA)
+        has_any = self.raw_leave(store, "1/l")
+        others = int(self.raw_leave(store, "10/l"))
+        scope = store.scope("1")
+        found = scope.list_leftovers()
+        assert len(found) == has_any
+        assert not [leftover for leftover in found if "/" in leftover.key]
+        for leftover in found:
+            scope.remove_leftover(leftover)
+        assert list(scope.list_leftovers()) == []
+        assert [leftover.key[:3] for leftover in store.list_leftovers()] == ["10/"] * others
+
+    def test_what_is_no_leftover_is_not_removed_as_one(self, store: Store) -> None:
+        self.raw_write(store, "1/k", DATA)
+        info = store.info("1/k")
+        leftover = Leftover(key="1/k", kind="file", size_bytes=info.size_bytes, modified_at=info.modified_at)
+        with pytest.raises(ConfigError, match="no leftover"):
+            store.remove_leftover(leftover)
+        assert self.raw_read(store, "1/k") == DATA
 
     # --- scopes and life -----------------------------------------------------------------------
 

@@ -40,11 +40,24 @@ class S3Contract(StoreContract):
         """See :meth:`StoreContract.raw_write`."""
         self.server.client().put_object(**raw_object(store, key), Body=data)
 
+    def raw_leave(self, store: Store, key: str) -> bool:
+        """See :meth:`StoreContract.raw_leave`: a multipart upload with one part."""
+        begin_upload(self.server, store, key)
+        return True
+
 
 def raw_object(store: Store, key: str) -> dict[str, str]:
     """Return boto3's name for an object of a store."""
     root = parse_location(store.url)
     return {"Bucket": root.bucket, "Key": f"{root.path}/{key}"}
+
+
+def begin_upload(server: LocalServer, store: Store, key: str) -> str:
+    """Begin a multipart upload, send one part, leave it open and return its id."""
+    client, target = server.client(), raw_object(store, key)
+    upload_id: str = client.create_multipart_upload(**target)["UploadId"]
+    client.upload_part(**target, UploadId=upload_id, PartNumber=1, Body=b"part")
+    return upload_id
 
 
 def make_locked_bucket(server: LocalServer, name: str, *, held_key: str) -> str:
@@ -56,7 +69,8 @@ def make_locked_bucket(server: LocalServer, name: str, *, held_key: str) -> str:
 
 
 def open_upload_keys(server: LocalServer, store: Store) -> Sequence[str]:
-    """Return the keys of the multipart uploads that are open in the store's bucket."""
-    bucket = parse_location(store.url).bucket
-    answer: dict[str, Any] = server.client().list_multipart_uploads(Bucket=bucket)
+    """Return the keys (in the bucket) of the multipart uploads that are open below the store's root."""
+    root = parse_location(store.url)
+    prefix = f"{root.path}/" if root.path else ""
+    answer: dict[str, Any] = server.client().list_multipart_uploads(Bucket=root.bucket, Prefix=prefix)
     return [upload["Key"] for upload in answer.get("Uploads", ())]

@@ -165,6 +165,7 @@ VERBS: dict[str, Callable[[Store], object]] = {
     "list_children": lambda store: store.list_children(),
     "copy": lambda store: store.copy("k", "l"),
     "delete": lambda store: store.delete(["k"]),
+    "list_leftovers": lambda store: store.list_leftovers(),
 }
 
 

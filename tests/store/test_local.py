@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from remote_ckpt.errors import (
     StoreUnavailableError,
     UnsupportedStoreError,
 )
-from remote_ckpt.store.base import Store
+from remote_ckpt.store.base import Leftover, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.testing.contract import DATA, StoreContract
 
@@ -52,6 +53,12 @@ class TestLocalStore(StoreContract):
 
     def raw_mark_folder(self, store: Store, key: str) -> None:
         Path(store.url, key).mkdir(parents=True, exist_ok=True)
+
+    def raw_leave(self, store: Store, key: str) -> bool:
+        temp = Path(store.url, key).with_name(f".tmp-{secrets.token_hex(12)}")
+        temp.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_bytes(DATA)
+        return True
 
 
 def _failing(number: int) -> Callable[..., None]:
@@ -269,29 +276,90 @@ class TestScopes:
         assert root.read("1/k") == DATA
 
 
+TEMP = ".tmp-0123456789abcdef01234567"
+TRASH = ".trash-0123456789abcdef01234567"
+
+
+def _leftover(key: str) -> Leftover:
+    return Leftover(key=key, kind="file", size_bytes=1, modified_at=datetime.now(timezone.utc))
+
+
 class TestHiddenNames:
     def test_what_a_crash_leaves_is_hidden_reported_and_removable(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path)
         store.write("1/k", DATA)
-        (tmp_path / "1" / ".tmp-0a").write_bytes(b"half")
-        (tmp_path / ".trash-0b" / "deep").mkdir(parents=True)
-        (tmp_path / ".trash-0b" / "deep" / "k").write_bytes(DATA)
+        (tmp_path / "1" / TEMP).write_bytes(b"half")
+        (tmp_path / TRASH / "deep").mkdir(parents=True)
+        (tmp_path / TRASH / "deep" / "k").write_bytes(DATA)
+        (tmp_path / TRASH / "l").write_bytes(b"123")
         assert [info.key for info in store.list()] == ["1/k"]
         assert store.list_children().prefixes == ("1",)
         leftovers = store.list_leftovers()
-        assert [info.key for info in leftovers] == [".trash-0b", "1/.tmp-0a"]
-        assert all(info.modified_at <= store.clock() for info in leftovers)
-        for info in leftovers:
-            store.remove_leftover(info.key)
-        store.remove_leftover("1/.tmp-0a")
+        assert [(found.key, found.kind, found.size_bytes) for found in leftovers] == [
+            (TRASH, "folder", len(DATA) + 3),
+            (f"1/{TEMP}", "file", 4),
+        ]
+        assert all(found.modified_at <= store.clock() for found in leftovers)
+        for found in leftovers:
+            store.remove_leftover(found)
+        store.remove_leftover(leftovers[1])
         assert _names_below(tmp_path) == ["1", "1/k"]
 
-    def test_only_leftovers_are_removed_as_such(self, tmp_path: Path) -> None:
+    def test_the_folder_of_a_save_is_left_over_while_it_is_empty(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        for name in ("1/d-0123456789abcdef", "1/other", "2/d-0123456789abcdef", "3"):
+            (tmp_path / name).mkdir(parents=True)
+        store.write("2/d-0123456789abcdef/0.distcp", DATA)
+        (found,) = store.list_leftovers()
+        assert (found.key, found.kind, found.size_bytes) == ("1/d-0123456789abcdef", "folder", 0)
+        store.write(f"{found.key}/0.distcp", DATA)
+        store.remove_leftover(found)
+        assert store.read(f"{found.key}/0.distcp") == DATA
+        store.scope("1").delete(["d-0123456789abcdef/0.distcp"])
+        (tmp_path / "1" / "d-0123456789abcdef").mkdir()
+        store.remove_leftover(found)
+        assert _names_below(tmp_path / "1") == ["other"]
+
+    def test_a_save_s_folder_goes_with_the_temporary_file_in_it(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path)
         store.write("1/k", DATA)
-        with pytest.raises(ConfigError):
-            store.remove_leftover("1/k")
-        assert store.read("1/k") == DATA
+        (tmp_path / "1" / "d-0123456789abcdef").mkdir()
+        (tmp_path / "1" / "d-0123456789abcdef" / TEMP).write_bytes(b"half")
+        (found,) = store.list_leftovers()
+        assert found.key == f"1/d-0123456789abcdef/{TEMP}"
+        store.remove_leftover(found)
+        assert _names_below(tmp_path) == ["1", "1/k"]
+
+    @pytest.mark.parametrize("name", [".tmp-0a", ".trash-", ".tmp-" + "g" * 24, TEMP + ".old", "." + TEMP])
+    def test_names_that_are_not_exactly_ours_are_no_leftovers(self, tmp_path: Path, name: str) -> None:
+        store = LocalStore(tmp_path)
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / name).write_bytes(DATA)
+        assert list(store.list_leftovers()) == []
+        with pytest.raises(ConfigError, match="no leftover"):
+            store.remove_leftover(_leftover(f"1/{name}"))
+        assert _names_below(tmp_path) == ["1", f"1/{name}"]
+
+    def test_nothing_is_found_or_removed_through_a_link(self, tmp_path: Path) -> None:
+        store, outside = LocalStore(tmp_path / "run"), tmp_path / "outside"
+        (tmp_path / "run" / TRASH).mkdir(parents=True)
+        outside.mkdir()
+        (outside / TEMP).write_bytes(DATA)
+        (tmp_path / "run" / "1").symlink_to(outside)
+        (tmp_path / "run" / TRASH / "link").symlink_to(outside)
+        (found,) = store.list_leftovers()
+        assert found.key == TRASH
+        store.remove_leftover(found)
+        assert _names_below(outside) == [TEMP]
+        assert not (tmp_path / "run" / TRASH).exists()
+
+    def test_what_lies_in_a_folder_that_was_moved_aside_goes_with_it_only(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        (tmp_path / TRASH).mkdir()
+        (tmp_path / TRASH / TEMP).write_bytes(DATA)
+        assert [found.key for found in store.list_leftovers()] == [TRASH]
+        with pytest.raises(ConfigError, match="no leftover"):
+            store.remove_leftover(_leftover(f"{TRASH}/{TEMP}"))
 
     @pytest.mark.parametrize("key", [".tmp-1", "1/.trash-1/k"])
     def test_hidden_names_are_no_keys(self, tmp_path: Path, key: str) -> None:

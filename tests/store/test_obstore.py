@@ -96,6 +96,7 @@ VERBS: dict[str, Callable[[Store], object]] = {
     "list": lambda store: store.list(),
     "list_children": lambda store: store.list_children(),
     "copy": lambda store: store.copy("k", "l"),
+    "list_leftovers": lambda store: store.list_leftovers(),
 }
 
 

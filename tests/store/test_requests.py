@@ -6,6 +6,7 @@ import itertools
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from typing import Any
 
 import obstore
@@ -21,12 +22,15 @@ from remote_ckpt.errors import (
 )
 from remote_ckpt.options import MiB, Options, RetryOptions
 from remote_ckpt.store import open_store
-from remote_ckpt.store.base import Store
+from remote_ckpt.store.base import Leftover, Store
 from remote_ckpt.testing.proxy import FaultProxy, Reply
 
 ONCE = Options(retry=RetryOptions(max_attempts=1))
 URL = "s3://bucket/run"
 
+OPEN_UPLOAD = Leftover(
+    key="k", kind="upload", upload_id="id", size_bytes=0, modified_at=datetime.now(timezone.utc)
+)
 VERBS: dict[str, Callable[[Store], object]] = {
     "read": lambda store: store.read("k"),
     "read_range": lambda store: store.read_range("k", 0, 1),
@@ -39,6 +43,8 @@ VERBS: dict[str, Callable[[Store], object]] = {
     "copy": lambda store: store.copy("k", "l"),
     "delete": lambda store: store.delete(["k"]),
     "clock": lambda store: store.clock(),
+    "list_leftovers": lambda store: store.list_leftovers(),
+    "remove_leftover": lambda store: store.remove_leftover(OPEN_UPLOAD),
 }
 
 
