@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 _MODULUS = 2**61 - 1  # a prime, so that differences other than zero have no product zero
+_draw = random.Random().getrandbits  # seeded by the system: nobody can choose boxes to fit the numbers
 
 Point = Sequence[int]
 
@@ -42,11 +43,10 @@ def cover_problem(whole: Point, offsets: Sequence[Point], sizes: Sequence[Point]
 
 
 def _is_covered_once(whole: Point, offsets: Sequence[Point], sizes: Sequence[Point]) -> bool:
-    draw = random.Random()  # seeded by the system: nobody can choose boxes to fit the numbers
     sums = [1] * len(sizes)
     expected = 1
     for axis, extent in enumerate(whole):
-        numbers: defaultdict[int, int] = defaultdict(lambda: draw.randrange(_MODULUS))
+        numbers: defaultdict[int, int] = defaultdict(lambda: _draw(61))
         sums = [
             product * (numbers[offset[axis]] - numbers[offset[axis] + size[axis]]) % _MODULUS
             for product, offset, size in zip(sums, offsets, sizes, strict=True)
