@@ -1,0 +1,133 @@
+"""The command ``remote-ckpt``: which commands there are, and how any of them ends."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import click
+
+from remote_ckpt._version import __version__
+from remote_ckpt.cli.exits import MEANINGS, ExitCode, exit_code_of
+from remote_ckpt.cli.output import print_error
+from remote_ckpt.cli.terminal import drop_stdout, write_all_names
+
+PROGRAM: Final = "remote-ckpt"
+
+COMMANDS: Final = {
+    "ls": "finding",
+    "latest": "finding",
+    "best": "finding",
+    "info": "inspecting",
+    "verify": "checking",
+    "diff": "checking",
+    "pin": "marking",
+    "unpin": "marking",
+    "annotate": "marking",
+    "cp": "copying",
+    "rm": "deleting",
+    "prune": "pruning",
+    "sweep": "sweeping",
+    "du": "measuring",
+    "completion": "completion",
+}
+"""Each command and its module below ``commands``, loaded when the command is asked for."""
+
+EPILOG: Final = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {MEANINGS[code]}" for code in ExitCode)
+
+
+class App(click.Group):
+    """The group of all commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order in which people need them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"remote_ckpt.cli.commands.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. A pipe that the reader has closed ends it quietly, as SIGPIPE would."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click would make 1 of it, which means "no" here
+            drop_stdout()
+            return ExitCode.PIPE_CLOSED
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line and exit with its code (or return it, where not in standalone mode)."""
+        arguments = sys.argv[1:] if args is None else list(args)
+        write_all_names()
+        run = super().main
+        code = _ended(
+            lambda: run(arguments, PROGRAM, complete_var, standalone_mode=False, **extra), arguments
+        )
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+@click.group(
+    cls=App, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def app() -> None:
+    """List, check, keep, copy and delete the checkpoints of training runs, on a local disk or in a store.
+
+    ROOT is a run's directory, CHECKPOINT one checkpoint in it (ROOT/199): a path or a URL such as
+    s3://bucket/run/ckpt. Both are taken literally; only options that are called a pattern are patterns.
+    """
+
+
+def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
+    """Run, and return the exit code; whatever went wrong is told on stderr."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    is_json = "--json" in options
+    try:
+        code = int(run() or ExitCode.DONE)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        drop_stdout()
+        return ExitCode.PIPE_CLOSED
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return ExitCode.WRONG_CALL
+    except click.ClickException as error:
+        print_error(error, is_json=is_json, message=_usage_message(error))
+        return ExitCode.WRONG_CALL
+    except click.Abort as error:
+        print_error(error, is_json=is_json, message="interrupted")
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        if "--traceback" in options:
+            _print_traceback(error)
+        print_error(error, is_json=is_json)
+        return exit_code_of(error)
+
+
+def _usage_message(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    where = f" (see {context.command_path} --help)" if context is not None else ""
+    return f"{error.format_message()}{where}"
+
+
+def _print_traceback(error: Exception) -> None:
+    import traceback
+
+    traceback.print_exception(error)
