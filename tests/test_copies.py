@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from protocol import (
+    OPTIONS,
     Script,
     answers,
     expected_keys,
     keys_of,
+    later,
     load,
     manifests_of,
     once,
@@ -30,17 +33,26 @@ from remote_ckpt.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
     ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    SaveFailedError,
     StoreUnavailableError,
+    UnsupportedStoreError,
 )
 from remote_ckpt.index import parse_index
 from remote_ckpt.keys import is_token, own_key, parse_copy_record_key
 from remote_ckpt.manifest import format_manifest
 from remote_ckpt.newest import named_keys, read_newest
+from remote_ckpt.options import TransferOptions
+from remote_ckpt.progress import Progress
 from remote_ckpt.stock_copies import copy_stock_checkpoint
-from remote_ckpt.store.base import Store
+from remote_ckpt.store.base import Buffer, CreateOnly, Store, StoreCapabilities
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
+from remote_ckpt.store.wrappers import DelegatingStore
 from remote_ckpt.testing.faults import FaultStore, SimulatedCrash
+
+ONE_BY_ONE = replace(OPTIONS, transfer=TransferOptions(concurrency=1))
 
 
 @pytest.fixture(params=["memory", "local"])
@@ -296,6 +308,107 @@ def test_a_copy_whose_folder_was_moved_away_leaves_nothing_in_the_next_one(tmp_p
     assert load(root, "best") == b"two"
 
 
+def test_an_object_that_the_store_cut_is_noticed_before_the_commit() -> None:
+    memory = MemoryStore.fresh()
+    source = save(memory, b"one")
+
+    def cut() -> None:
+        (key,) = [info.key for info in memory.list("best/") if info.key.endswith("/0.distcp")]
+        memory.write(key, b"cut")
+
+    store = scripted(memory, Script(after=once("copy", cut)))
+    with pytest.raises(SaveFailedError, match="has 3 bytes instead of"):
+        copy_checkpoint(store, "10", "best", options=ONE_BY_ONE)
+    assert payload_of(memory, "best") is None
+    again = FaultStore(memory)
+    copy = copy_checkpoint(again, "10", "best")
+    assert copied_keys(again) == [f"best/{copy.objects[0].key}"], "the one that is wrong, and no other"
+    assert len(source.objects) == 2
+
+
+def test_a_damaged_index_shows_before_the_data_is_moved(root: Store) -> None:
+    source = save(root, b"one")
+    assert source.index is not None
+    root.write(f"10/{source.index.key}", bytes(source.index.size_bytes))
+    store = FaultStore(root)
+    with pytest.raises(IntegrityError, match="index"):
+        copy_checkpoint(store, "10", "best")
+    assert copied_keys(store) == []
+
+
+def test_an_attempt_on_a_target_that_was_pinned_meanwhile_leaves_nothing(root: Store) -> None:
+    save(root, b"one")
+    save(root, b"best", name="best")
+    pin = Script(before=once("copy", lambda: set_pinned(root.scope("best"), True)))
+    with pytest.raises(CheckpointPinnedError):
+        copy_checkpoint(scripted(root, pin), "10", "best", overwrite=True)
+    newest = read_newest(root.scope("best"))
+    assert newest is not None
+    assert keys_of(root, "best") == expected_keys(newest.manifest)
+
+
+def test_a_record_that_cannot_be_removed_does_not_unmake_the_copy() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    failing = answers("delete", {0: StoreUnavailableError("503")}, key="")
+    copy = copy_checkpoint(scripted(memory, failing), "10", "best")
+    assert payload_of(memory, "best") == "one"
+    assert copy_checkpoint(memory, "10", "best").save_id == copy.save_id
+
+
+def test_a_link_to_the_source_is_no_target(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    source = save(root, b"one")
+    (tmp_path / "best").symlink_to(tmp_path / "10")
+    with pytest.raises(ConfigError, match="onto itself"):
+        copy_checkpoint(root, "10", "best", overwrite=True)
+    assert keys_of(root, "10") == expected_keys(source)
+    assert load(root, "10") == b"one"
+
+
+def test_progress_counts_what_was_there_and_what_is_copied() -> None:
+    memory = MemoryStore.fresh()
+    source = save(memory, b"one")
+    with pytest.raises(StoreUnavailableError):
+        copy_checkpoint(
+            scripted(memory, answers("copy", {1: StoreUnavailableError("503")}, key="")), "10", "best"
+        )
+    told: list[Progress] = []
+    copy_checkpoint(memory, "10", "best", on_progress=told.append)
+    sizes = [entry.size_bytes for entry in source.objects]
+    assert [(each.done_bytes, each.done_objects) for each in told] == [(0, 0), (sizes[0], 1), (sum(sizes), 2)]
+    assert {(each.operation, each.total_bytes, each.total_objects) for each in told} == {
+        ("copy", sum(sizes), 2)
+    }
+
+
+def test_a_store_that_ignores_create_only_is_refused_as_for_a_save() -> None:
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(UnsupportedStoreError, match="accept_single_writer"):
+        copy_checkpoint(Doubtful(memory), "10", "best")
+    assert keys_of(memory, "best") == set()
+    accepting = replace(OPTIONS, commit=replace(OPTIONS.commit, accept_single_writer=True))
+    copy = copy_checkpoint(Doubtful(memory), "10", "best", options=accepting)
+    assert keys_of(memory, "best") == expected_keys(copy)
+
+
+class Doubtful(DelegatingStore):
+    """Overwrites what should be created only if absent."""
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        return replace(self.inner.capabilities, create_only=CreateOnly.PROBE)
+
+    def create(self, key: str, data: Buffer) -> None:
+        self.inner.write(key, data)
+
+
+def copied_keys(store: FaultStore) -> list[str]:
+    """The targets of server-side copies, in order of their names."""
+    return sorted(call.key or "" for call in store.calls if call.operation == "copy")
+
+
 def test_a_copy_without_index_or_stock_metadata_has_none_either() -> None:
     memory = MemoryStore.fresh()
     source = save(memory, b"one")
@@ -311,7 +424,7 @@ class TestStockCopies:
     FILES: ClassVar[dict[str, bytes]] = {".metadata": b"stock", "__0_0.distcp": b"a", "__1_0.distcp": b"b"}
 
     @classmethod
-    def stock(cls, root: Store, name: str = "10", **more: bytes) -> None:
+    def stock(cls, root: Store, name: str = "10", /, **more: bytes) -> None:
         for key, data in {**cls.FILES, **more}.items():
             root.scope(name, create=True).write(key, data)
 
@@ -359,10 +472,118 @@ class TestStockCopies:
             found = self.contents(memory, "best")
             if ".metadata" in found:
                 assert found["__0_0.distcp"] in (b"older", b"a")
-                assert found.keys() == self.FILES.keys()
+                assert {key for key in found if not parse_copy_record_key(key)} == self.FILES.keys()
             seen.add(".metadata" in found)
+            copy_stock_checkpoint(memory, "10", "best", overwrite=True)
+            assert self.contents(memory, "best") == self.FILES
         assert number > 8
         assert seen == {True, False}
+
+    def test_a_resumed_copy_does_not_copy_again_what_is_there(self) -> None:
+        memory = MemoryStore.fresh()
+        self.stock(memory, **{"__2_0.distcp": b"c"})
+        broken = scripted(memory, answers("copy", {1: StoreUnavailableError("503")}, key=""))
+        with pytest.raises(StoreUnavailableError):
+            copy_stock_checkpoint(broken, "10", "best", options=ONE_BY_ONE)
+        again = FaultStore(memory)
+        copy_stock_checkpoint(again, "10", "best", options=ONE_BY_ONE)
+        assert copied_keys(again) == ["best/__1_0.distcp", "best/__2_0.distcp"]
+        assert self.contents(memory, "best") == {**self.FILES, "__2_0.distcp": b"c"}
+
+    def test_what_an_interrupted_copy_of_another_source_left_is_removed(self) -> None:
+        memory = MemoryStore.fresh()
+        self.stock(memory, "20", **{"__2_0.distcp": b"of 20", "__0_0.distcp": b"A"})
+        broken = scripted(memory, answers("write_stream", {0: StoreUnavailableError("503")}, key=""))
+        with pytest.raises(StoreUnavailableError):
+            copy_stock_checkpoint(broken, "20", "best")
+        assert memory.read("best/__0_0.distcp") == b"A"
+        self.stock(memory)
+        copy_stock_checkpoint(memory, "10", "best")
+        assert self.contents(memory, "best") == self.FILES
+
+    def test_files_that_were_there_before_the_attempt_are_not_taken_for_its_own(self) -> None:
+        """An older copy has files of the same sizes: one that was not removed must not be kept."""
+        memory = MemoryStore.fresh()
+        self.stock(memory)
+        self.stock(memory, "best", **{"__1_0.distcp": b"B"})
+        store = scripted(memory, answers("delete", {1: SimulatedCrash()}, key=""))
+        with pytest.raises(SimulatedCrash):
+            copy_stock_checkpoint(store, "10", "best", overwrite=True)
+        assert memory.read("best/__1_0.distcp") == b"B"
+        copy_stock_checkpoint(memory, "10", "best")
+        assert self.contents(memory, "best") == self.FILES
+
+    def test_an_attempt_that_is_too_old_is_begun_anew(self) -> None:
+        memory = MemoryStore.fresh()
+        self.stock(memory)
+        broken = scripted(memory, answers("write_stream", {0: StoreUnavailableError("503")}, key=""))
+        with pytest.raises(StoreUnavailableError):
+            copy_stock_checkpoint(broken, "10", "best")
+        again = FaultStore(later(memory, timedelta(seconds=OPTIONS.commit.save_seconds + 1)))
+        copy_stock_checkpoint(again, "10", "best")
+        assert copied_keys(again) == ["best/__0_0.distcp", "best/__1_0.distcp"]
+
+    def test_a_file_that_the_store_did_not_copy_although_it_said_so_is_missed(self) -> None:
+        memory = MemoryStore.fresh()
+        self.stock(memory)
+        lost = Script(after=once("copy", lambda: memory.delete(["best/__0_0.distcp"])))
+        with pytest.raises(SaveFailedError, match="__0_0"):
+            copy_stock_checkpoint(scripted(memory, lost), "10", "best", options=ONE_BY_ONE)
+        assert ".metadata" not in keys_of(memory, "best")
+
+    def test_a_plain_file_that_the_store_did_not_copy_although_it_said_so_is_missed(self) -> None:
+        memory = MemoryStore.fresh()
+        memory.write("10/checkpoint.pth", b"plain")
+        lost = Script(after=once("copy", lambda: memory.delete(["best/checkpoint.pth"])))
+        with pytest.raises(ObjectNotFoundError):
+            copy_stock_checkpoint(scripted(memory, lost), "10", "best")
+
+    def test_another_copy_to_the_same_name_is_noticed(self) -> None:
+        memory = MemoryStore.fresh()
+        self.stock(memory)
+        self.stock(memory, "20")
+        other = once("copy", lambda: copy_stock_checkpoint(memory, "20", "best"))
+        with pytest.raises(CheckpointChangedError, match="another copy"):
+            copy_stock_checkpoint(scripted(memory, Script(after=other)), "10", "best", options=ONE_BY_ONE)
+
+    @pytest.mark.parametrize("kind", ["dcp", "plain"])
+    def test_a_source_replaced_while_its_last_file_is_read_is_no_copy(self, root: Store, kind: str) -> None:
+        """The new last file with the old data would be a mixture."""
+        mark = ".metadata" if kind == "dcp" else "checkpoint.pth"
+        root.write(f"10/{mark}", b"stock")
+        if kind == "dcp":
+            root.write("10/__0_0.distcp", b"a")
+        replaced: list[str] = []
+
+        def replace_source(operation: str, key: str) -> None:
+            if operation == "read_range" and key == mark and not replaced:
+                replaced.append(key)
+                root.write(f"10/{mark}", b"other")
+
+        store = scripted(root, Script(after=replace_source))
+        if kind == "plain" and isinstance(root, MemoryStore):
+            copy_stock_checkpoint(store, "10", "best")  # one object, which the store copies in one step
+            assert (root.read("best/checkpoint.pth"), replaced) == (b"stock", [])
+        else:
+            with pytest.raises(CheckpointChangedError, match="written anew"):
+                copy_stock_checkpoint(store, "10", "best")
+            assert mark not in keys_of(root, "best")
+
+    def test_a_link_to_the_source_is_no_target(self, tmp_path: Path) -> None:
+        """Replacing what the link leads to would delete the source before it is copied."""
+        root = LocalStore(tmp_path)
+        self.stock(root)
+        (tmp_path / "best").symlink_to(tmp_path / "10")
+        with pytest.raises(ConfigError, match="onto itself"):
+            copy_stock_checkpoint(root, "10", "best", overwrite=True)
+        assert self.contents(root, "10") == self.FILES
+
+    def test_progress_is_told(self, root: Store) -> None:
+        self.stock(root)
+        told: list[Progress] = []
+        copy_stock_checkpoint(root, "10", "best", on_progress=told.append)
+        assert (told[0].done_bytes, told[0].total_bytes, told[0].total_objects) == (0, 7, 3)
+        assert (told[-1].done_bytes, told[-1].done_objects) == (7, 3)
 
     def test_an_existing_target_is_refused_unless_told(self, root: Store) -> None:
         self.stock(root)

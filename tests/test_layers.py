@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "remote_ckpt"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Pure: errors, options, names.
-    ("_version", "errors", "options", "log", "url", "resumed", "keys", "fields", "progress"),
+    ("_version", "errors", "options", "log", "url", "resumed", "keys", "fields", "progress", "collector"),
     # Pure: codecs and decisions.
     (
         "checksum",
@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "index",
         "index_rules",
         "inert_pickle",
+        "stock_contents",
         "candidates",
         "verdicts",
     ),
@@ -35,10 +36,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Where bytes live.
     ("store",),
     # How they are moved and checked.
-    ("transfer", "integrity"),
+    ("transfer", "integrity", "moves", "streams", "routes"),
     # Which checkpoints exist, and how one comes to exist.
     ("newest", "generation", "changes", "probe", "stock_metadata"),
-    ("commit", "deletion", "discover", "copies", "stock_copies"),
+    ("commit", "deletion", "discover", "copy_attempt", "copies", "stock_copies", "snapshot"),
     # A run's directory: operations over an open store, then what users call.
     ("place", "contents"),
     ("info", "pruning", "verification", "comparison", "usage", "sweep", "copying"),
