@@ -23,7 +23,7 @@ from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.single_writer import SingleWriterStore
 from remote_ckpt.store.wrappers import DelegatingStore
 from remote_ckpt.testing.faults import FaultStore, StoreCall
-from remote_ckpt.testing.proxy import FaultProxy, Reply
+from remote_ckpt.testing.proxy import FaultProxy, Reply, Rule
 from remote_ckpt.testing.servers import LocalServer
 
 ACCEPTING = Options(commit=CommitOptions(accept_single_writer=True))
@@ -263,7 +263,7 @@ def test_a_server_that_refuses_the_condition_serves_a_single_writer_only(
     ministack: LocalServer, fresh_root: Callable[[LocalServer], str], transport: str | None, reply: Reply
 ) -> None:
     with FaultProxy(ministack.endpoint_url) as proxy:
-        proxy.rule = lambda request: reply if "if-none-match" in request.headers else None
+        proxy.inject(Rule(header="if-none-match", fault=reply))
         given = {**ministack.storage_options(), "endpoint_url": proxy.endpoint_url}
         url = fresh_root(ministack)
         with pytest.raises(UnsupportedStoreError, match="it refuses the condition"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from remote_ckpt.errors import (
 from remote_ckpt.options import MiB, Options, RetryOptions
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Leftover, Store
-from remote_ckpt.testing.proxy import FaultProxy, Reply
+from remote_ckpt.testing.proxy import FaultProxy, Reply, Rule
 
 ONCE = Options(retry=RetryOptions(max_attempts=1))
 URL = "s3://bucket/run"
@@ -67,9 +66,12 @@ def store(request: pytest.FixtureRequest, server: FaultProxy) -> Store:
     return open_store(URL, storage_options=given, transport=request.param, options=ONCE)
 
 
-def answer(server: FaultProxy, reply: Reply) -> None:
-    server.requests.clear()
-    server.rule = lambda request: reply
+def answer(server: FaultProxy, *rules: Rule | Reply) -> None:
+    """Forget what was; from now on these answer."""
+    server.clear()
+    server.forget()
+    for rule in rules:
+        server.inject(Rule(fault=rule) if isinstance(rule, Reply) else rule)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -90,7 +92,7 @@ def test_the_number_of_attempts_is_the_number_of_requests(server: FaultProxy, tr
     store = open_store(URL, storage_options=given, transport=transport, options=thrice)
     answer(server, Reply(503, code="SlowDown"))
     for verb, count in (("read", 3), ("list", 3), ("write", 3), ("create", 1)):
-        server.requests.clear()
+        server.forget()
         with pytest.raises(StoreUnavailableError):
             VERBS[verb](store)
         assert (verb, len(server.requests)) == (verb, count)
@@ -138,19 +140,14 @@ def test_a_store_that_knows_no_condition_is_unsupported(store: Store, server: Fa
 
 
 def test_a_part_of_a_large_upload_is_sent_again(store: Store, server: FaultProxy) -> None:
-    tries = itertools.count(1)
-
-    def rule(request: Any) -> Reply:
-        if request.method == "POST" and "uploads" in request.path:
-            return Reply(200, UPLOAD.encode())
-        if request.method == "PUT" and "partNumber=1" in request.path and next(tries) == 1:
-            return Reply(503, code="SlowDown")
-        return Reply(200, COMPLETED.encode(), headers={"etag": '"e"'})
-
-    server.requests.clear()
-    server.rule = rule
+    answer(
+        server,
+        Rule(operation="CreateMultipartUpload", fault=Reply(200, UPLOAD.encode())),
+        Rule(query="*partNumber=1*", nth=1, fault=Reply(503, code="SlowDown")),
+        Reply(200, COMPLETED.encode(), headers={"etag": '"e"'}),
+    )
     stream(store, 12 * MiB)
-    parts = [request.path.count("partNumber=1") for request in server.requests]
+    parts = [request.query.count("partNumber=1") for request in server.requests]
     assert sum(parts) == 2
 
 

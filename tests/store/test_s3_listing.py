@@ -27,7 +27,7 @@ from remote_ckpt.store.http_client import MAX_BODY_BYTES, HttpClient
 from remote_ckpt.store.obstore_options import plan_s3
 from remote_ckpt.store.s3_listing import bucket_url
 from remote_ckpt.store.sigv4 import format_query, sign_headers
-from remote_ckpt.testing.proxy import FaultProxy, ProxiedRequest, Reply
+from remote_ckpt.testing.proxy import FaultProxy, Reply, Rule
 from remote_ckpt.testing.s3_contract import FreshRoot
 from remote_ckpt.testing.servers import LocalServer
 from remote_ckpt.url import parse_location
@@ -72,7 +72,7 @@ def running_proxy(ministack: LocalServer) -> Iterator[FaultProxy]:
 @pytest.fixture
 def proxy(running_proxy: FaultProxy) -> Iterator[FaultProxy]:
     yield running_proxy
-    running_proxy.rule = lambda request: None
+    running_proxy.clear()
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def store(bucket: Store) -> Store:
     return bucket.scope(f"run-{next(_numbers)}")
 
 
-def answer_listings(reply: Reply) -> Callable[[ProxiedRequest], Reply | None]:
-    return lambda request: reply if request.is_listing else None
+def answer_listings(reply: Reply) -> Rule:
+    return Rule(operation="ListObjectsV2", fault=reply)
 
 
 _numbers = itertools.count(1)
@@ -109,7 +109,7 @@ def test_what_is_no_listing_is_an_error_of_the_store(
     store: Store, proxy: FaultProxy, what: str, verb: str
 ) -> None:
     store.write("1/k", b"1")
-    proxy.rule = answer_listings(NO_LISTINGS[what])
+    proxy.inject(answer_listings(NO_LISTINGS[what]))
     with pytest.raises(StoreError) as caught:
         LISTINGS[verb](store)
     assert not isinstance(caught.value, FileNotFoundError | BucketNotFoundError)
@@ -119,9 +119,8 @@ def test_what_is_no_listing_is_an_error_of_the_store(
 def test_a_head_answered_404_is_no_absence_without_a_listing(
     store: Store, proxy: FaultProxy, what: str
 ) -> None:
-    proxy.rule = lambda request: (
-        Reply(404) if request.method == "HEAD" else NO_LISTINGS[what] if request.is_listing else None
-    )
+    proxy.inject(Rule(method="HEAD", fault=Reply(404)))
+    proxy.inject(answer_listings(NO_LISTINGS[what]))
     with pytest.raises(StoreError) as caught:
         store.info("k")
     assert not isinstance(caught.value, ObjectNotFoundError)
@@ -129,7 +128,7 @@ def test_a_head_answered_404_is_no_absence_without_a_listing(
 
 def test_a_head_answered_404_for_a_listed_object_is_no_absence(store: Store, proxy: FaultProxy) -> None:
     store.write("k", b"1")
-    proxy.rule = lambda request: Reply(404) if request.method == "HEAD" else None
+    proxy.inject(Rule(method="HEAD", fault=Reply(404)))
     with pytest.raises(StoreUnavailableError):
         store.info("k")
 
@@ -139,11 +138,8 @@ def test_a_second_page_that_is_none_fails_the_whole_listing(
     store: Store, proxy: FaultProxy, what: str
 ) -> None:
     first = page(store, "1/a", more="<NextContinuationToken>t</NextContinuationToken>")
-    proxy.rule = lambda request: (
-        (NO_LISTINGS[what] if "continuation-token=t" in request.path else Reply(200, first.encode()))
-        if request.is_listing
-        else None
-    )
+    proxy.inject(Rule(query="*continuation-token=t*", fault=NO_LISTINGS[what]))
+    proxy.inject(answer_listings(Reply(200, first.encode())))
     for verb in LISTINGS.values():
         with pytest.raises(StoreUnavailableError):
             verb(store)
@@ -151,7 +147,7 @@ def test_a_second_page_that_is_none_fails_the_whole_listing(
 
 def test_a_page_that_leads_to_itself_ends_the_listing_with_an_error(store: Store, proxy: FaultProxy) -> None:
     again = page(store, "a", more="<NextContinuationToken>t</NextContinuationToken>")
-    proxy.rule = answer_listings(Reply(200, again.encode()))
+    proxy.inject(answer_listings(Reply(200, again.encode())))
     with pytest.raises(StoreUnavailableError, match="came twice"):
         store.list()
 
@@ -172,13 +168,13 @@ def page(store: Store, key: str, *, more: str = "", **fields: str) -> str:
 def test_an_entry_without_its_fields_fails_the_listing(
     store: Store, proxy: FaultProxy, fields: dict[str, str]
 ) -> None:
-    proxy.rule = answer_listings(Reply(200, page(store, "k", **fields).encode()))
+    proxy.inject(answer_listings(Reply(200, page(store, "k", **fields).encode())))
     with pytest.raises(StoreError):
         store.list()
 
 
 def test_keys_outside_of_what_was_asked_for_fail_the_listing(store: Store, proxy: FaultProxy) -> None:
-    proxy.rule = answer_listings(Reply(200, page(store, "k", Key="elsewhere/k").encode()))
+    proxy.inject(answer_listings(Reply(200, page(store, "k", Key="elsewhere/k").encode())))
     with pytest.raises(StoreUnavailableError, match="outside of the prefix"):
         store.list()
 
@@ -197,7 +193,7 @@ def test_keys_outside_of_what_was_asked_for_fail_the_listing(store: Store, proxy
 def test_a_refusal_says_what_the_store_said(
     store: Store, proxy: FaultProxy, reply: Reply, expected: type[StoreError]
 ) -> None:
-    proxy.rule = answer_listings(reply)
+    proxy.inject(answer_listings(reply))
     for verb in LISTINGS.values():
         with pytest.raises(expected, match=str(reply.code)):
             verb(store)
@@ -241,7 +237,7 @@ class TestRequests:
 
     def test_a_session_token_and_the_payer_are_signed_too(self) -> None:
         with FaultProxy() as proxy:
-            proxy.rule = answer_listings(Reply(200, EMPTY.encode()))
+            proxy.inject(answer_listings(Reply(200, EMPTY.encode())))
             given = {"key": "k", "secret": "s", "token": "session", "request_payer": True}
             assert open_at(proxy, given).list() == []
         (request,) = proxy.requests
@@ -252,7 +248,7 @@ class TestRequests:
 
     def test_anonymous_listings_are_not_signed(self) -> None:
         with FaultProxy() as proxy:
-            proxy.rule = answer_listings(Reply(200, EMPTY.encode()))
+            proxy.inject(answer_listings(Reply(200, EMPTY.encode())))
             assert open_at(proxy, {"anon": True}).list_children().prefixes == ()
         (request,) = proxy.requests
         assert "authorization" not in request.headers
@@ -264,7 +260,7 @@ class TestRequests:
             "<LastModified>2026-01-02T03:04:05.678Z</LastModified></Contents>",
         )
         with FaultProxy() as proxy:
-            proxy.rule = answer_listings(Reply(200, body.encode()))
+            proxy.inject(answer_listings(Reply(200, body.encode())))
             found = open_at(proxy, {"anon": True}).list()
         assert found == [ObjectInfo("a b%+é", 7, datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc))]
 
@@ -287,13 +283,13 @@ class TestRequests:
     def test_a_declared_document_type_is_no_listing(self) -> None:
         bomb = '<!DOCTYPE l [<!ENTITY a "aaaa">]>' + EMPTY.partition("?>")[2]
         with FaultProxy() as proxy:
-            proxy.rule = answer_listings(Reply(200, bomb.encode()))
+            proxy.inject(answer_listings(Reply(200, bomb.encode())))
             with pytest.raises(StoreUnavailableError, match="not XML"):
                 open_at(proxy, {"anon": True}).list()
 
     def test_a_body_that_is_far_too_long_is_not_read_on(self) -> None:
         with FaultProxy() as proxy:
-            proxy.rule = answer_listings(Reply(200, bytes(MAX_BODY_BYTES + 1)))
+            proxy.inject(answer_listings(Reply(200, bytes(MAX_BODY_BYTES + 1))))
             with pytest.raises(StoreUnavailableError, match="longer than"):
                 open_at(proxy, {"anon": True}).list()
 
