@@ -25,6 +25,7 @@ _MANIFEST_PATTERN = re.compile(r"manifest\.([0-9]{6,18})\.json")
 _INDEX_PATTERN = re.compile(rf"index\.({_SAVE_ID})\.json\.gz")
 _STOCK_METADATA_PATTERN = re.compile(rf"metadata\.({_SAVE_ID})\.pickle")
 _COPY_RECORD_PATTERN = re.compile(rf"copy\.({_SAVE_ID})\.json")
+_SCRATCH_PATTERN = re.compile(rf"\.probe-{_TOKEN}|\.clock-[0-9a-f]{{16}}")
 _DATA_PATTERN = re.compile(rf"{_TOKEN}/(?:0|[1-9][0-9]*)\.distcp")
 
 
@@ -108,6 +109,11 @@ def is_attempt_key(key: str) -> bool:
     """Whether a key belongs to one attempt to save or copy: data, index, stock metadata, a copy's record."""
     patterns = (_DATA_PATTERN, _INDEX_PATTERN, _STOCK_METADATA_PATTERN, _COPY_RECORD_PATTERN)
     return any(pattern.fullmatch(key) for pattern in patterns)
+
+
+def is_scratch_key(key: str) -> bool:
+    """Whether a key right below a store's root is one that a probe or a look at the clock makes."""
+    return _SCRATCH_PATTERN.fullmatch(key) is not None
 
 
 def is_safe_key(key: str) -> bool:

@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commit", "deletion", "discover", "copy_attempt", "copies", "stock_copies", "snapshot"),
     # A run's directory: operations over an open store, then what users call.
     ("place", "contents"),
+    ("sweep_plan", "sweep_scan", "sweep_removal"),
     ("info", "pruning", "verification", "comparison", "usage", "sweep", "copying"),
     ("upkeep", "directory"),
     # torch starts here.

@@ -1,0 +1,302 @@
+"""What is garbage, decided from what was seen: pure, and the same for a dry run and just before removal.
+
+Only names of our own grammar are ever garbage, and what a manifest of ours lists as replaced. Everything
+must be older than the grace period; what is kept back by an age alone is decided by several ages:
+
+- data, index, metadata and records of copies that the newest generation does not name: by their own;
+- what the newest generation lists as replaced or deleted: also by that generation's, for its readers and for
+  whoever is just cleaning up;
+- a superseded manifest: also by that of the one above, since it was the newest until then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from remote_ckpt.errors import UrlError
+from remote_ckpt.keys import (
+    STOCK_METADATA_NAME,
+    copy_record_key,
+    is_attempt_key,
+    is_scratch_key,
+    is_token,
+    manifest_key,
+    own_key,
+    parse_manifest_key,
+)
+from remote_ckpt.newest import Standing, named_keys
+from remote_ckpt.store.base import Leftover, ObjectInfo
+from remote_ckpt.url import check_name
+
+UNCOMMITTED = "of a save or copy that was never committed"
+REPLACED = "replaced or deleted, and left by a clean-up that was cut short"
+COPY_RECORD = "record of a copy that is finished"
+SUPERSEDED = "manifest that a newer one superseded"
+STOCK_METADATA = "metadata for stock readers of a deleted checkpoint"
+FOLDER = "folder of a deleted checkpoint"
+TOMBSTONE = "mark of a deleted checkpoint"
+SCRATCH = "left by a probe of the store or a look at its clock"
+LEFTOVER = {
+    "upload": "multipart upload that was never completed",
+    "file": "temporary file of an interrupted write",
+    "folder": "folder that an interrupted save or deletion left",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garbage:
+    """One thing to remove.
+
+    Args:
+        checkpoint: The name that it lies below; empty for what lies right in the root.
+        key: Its key, relative to the root.
+        size_bytes: Its size; 0 for open uploads, of which the store does not say it.
+        modified_at: When it changed last, by the store's clock (UTC).
+        reason: Why it is garbage, in words.
+    """
+
+    checkpoint: str
+    key: str
+    size_bytes: int
+    modified_at: datetime
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """All that was seen of one name.
+
+    Args:
+        name: The checkpoint's name.
+        standing: Its complete listing and newest manifest, which is not damaged.
+        folder_names: Names of the next level, empty folders of a local disk included.
+        is_closed: Whether its tombstone takes the whole folder away (local disk).
+        stock_metadata: Content of ``.metadata`` where no manifest says what belongs to the checkpoint.
+    """
+
+    name: str
+    standing: Standing
+    folder_names: tuple[str, ...] = ()
+    is_closed: bool = False
+    stock_metadata: bytes = b""
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """Sorted keys that the newest generation names and that were not listed."""
+        manifest, listed = self.standing.manifest, {info.key for info in self.standing.infos}
+        return sorted(named_keys(manifest) - listed) if manifest is not None else []
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the newest generation is a tombstone."""
+        return self.standing.generation > 0 and not self.standing.is_live
+
+    @property
+    def has_begun_folder(self) -> bool:
+        """Whether a save may be writing its first object: its folder is there, and nothing in it."""
+        filled = {info.key.partition("/")[0] for info in self.standing.infos}
+        return any(is_token(name) and name not in filled for name in self.folder_names)
+
+
+def has_own_names(keys: Iterable[str], folder_names: Iterable[str]) -> bool:
+    """Whether one level below a name holds anything of ours, so that a closer look is worth it."""
+    is_any = any(parse_manifest_key(key) is not None or is_attempt_key(key) for key in keys)
+    return is_any or any(map(is_token, folder_names))
+
+
+def plan_checkpoint(scene: Scene, *, before: datetime, tombstones: bool = False) -> tuple[Garbage, ...]:
+    """Return the garbage of one name, in the order of its removal.
+
+    Args:
+        before: Only what changed last before this is old enough (the store's clock).
+        tombstones: The mark of a deleted checkpoint goes too, if it is all that would be left.
+    """
+    facts = _facts_of(scene, before)
+    found = [*_data(facts), *_stock_metadata(facts), *_superseded_manifests(facts)]
+    last = _last(facts, {info.key for info, _ in found}, tombstones)
+    return tuple(
+        Garbage(
+            checkpoint=scene.name,
+            key=f"{scene.name}/{info.key}",
+            size_bytes=info.size_bytes,
+            modified_at=info.modified_at,
+            reason=reason,
+        )
+        for info, reason in (*found, *last)
+    )
+
+
+def plan_root(infos: Iterable[ObjectInfo], *, before: datetime) -> tuple[Garbage, ...]:
+    """Return the garbage among the objects right in the root."""
+    return tuple(
+        Garbage(
+            checkpoint="",
+            key=info.key,
+            size_bytes=info.size_bytes,
+            modified_at=info.modified_at,
+            reason=SCRATCH,
+        )
+        for info in infos
+        if is_scratch_key(info.key) and info.modified_at < before
+    )
+
+
+def plan_leftovers(
+    leftovers: Iterable[Leftover], *, before: datetime, except_in: Collection[str] = ()
+) -> tuple[tuple[Garbage, Leftover], ...]:
+    """Return the old leftovers of our own names, each with the garbage that it is.
+
+    Args:
+        except_in: Checkpoints to leave alone.
+    """
+    return tuple(
+        (_leftover_garbage(leftover, name), leftover)
+        for leftover in leftovers
+        if leftover.modified_at < before and (name := _owner(leftover)) is not None and name not in except_in
+    )
+
+
+def parse_owner(key: str) -> str | None:
+    """Return the checkpoint that a key of the root would belong to, or None where it is none of our keys."""
+    name, _, rest = key.partition("/")
+    is_own = parse_manifest_key(rest) is not None or is_attempt_key(rest)
+    return name if is_own and is_name(name) else None
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a checkpoint."""
+    try:
+        return bool(check_name(text))
+    except UrlError:
+        return False
+
+
+# --- one name ----------------------------------------------------------------------------------------
+
+_Found = Iterator[tuple[ObjectInfo, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is asked of every object of a scene, found out once."""
+
+    scene: Scene
+    before: datetime
+    named: frozenset[str]
+    superseded: frozenset[str]
+    newest: ObjectInfo | None
+
+    @property
+    def infos(self) -> tuple[ObjectInfo, ...]:
+        return self.scene.standing.infos
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the newest generation is old enough itself."""
+        return self.newest is not None and self.is_old(self.newest)
+
+    def is_old(self, info: ObjectInfo) -> bool:
+        return info.modified_at < self.before
+
+
+def _facts_of(scene: Scene, before: datetime) -> _Facts:
+    manifest = scene.standing.manifest
+    key = manifest_key(scene.standing.generation) if scene.standing.generation else None
+    return _Facts(
+        scene,
+        before,
+        named=named_keys(manifest) if manifest is not None else frozenset(),
+        superseded=frozenset(manifest.superseded if manifest is not None else ()),
+        newest=next((info for info in scene.standing.infos if info.key == key), None),
+    )
+
+
+def _data(facts: _Facts) -> _Found:
+    for info in facts.infos:
+        reason = _reason(facts, info) if facts.is_old(info) else None
+        if reason is not None:
+            yield info, reason
+
+
+def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
+    """Why an old object that is neither a manifest nor ``.metadata`` is garbage; None where it is not."""
+    manifest = facts.scene.standing.manifest
+    if manifest is None:
+        is_garbage = is_attempt_key(info.key) and not _is_mentioned(info.key, facts.scene.stock_metadata)
+        return UNCOMMITTED if is_garbage else None
+    if info.key in facts.named or info.key == STOCK_METADATA_NAME or parse_manifest_key(info.key) is not None:
+        return None
+    if info.key in facts.superseded:
+        # Others may use the name of a stock file again; keys of ours never come back.
+        is_it = is_attempt_key(info.key) or info.modified_at <= manifest.committed_at
+        return REPLACED if is_it and facts.is_settled else None
+    if info.key == copy_record_key(manifest.save_id):
+        return COPY_RECORD if facts.is_settled else None
+    return UNCOMMITTED if is_attempt_key(info.key) else None
+
+
+def _is_mentioned(key: str, stock_metadata: bytes) -> bool:
+    # Of a checkpoint that other tools copied without its manifest, for stock DCP to read.
+    return key.partition("/")[0].encode() in stock_metadata
+
+
+def _stock_metadata(facts: _Facts) -> _Found:
+    if facts.newest is None or not facts.scene.is_deleted or not facts.is_settled:
+        return
+    has_foreign = any(not own_key(info.key) and info.key not in facts.superseded for info in facts.infos)
+    for info in facts.infos:
+        # Among files of others it may be stock DCP's own, saved since the deletion.
+        is_ours = not has_foreign or info.modified_at < facts.newest.modified_at
+        if info.key == STOCK_METADATA_NAME and is_ours and facts.is_old(info):
+            yield info, STOCK_METADATA
+
+
+def _superseded_manifests(facts: _Facts) -> _Found:
+    """Yield the lowest ones, without a gap: a reader that may not list climbs from the first one upward."""
+    numbered = [(parse_manifest_key(info.key), info) for info in facts.infos]
+    manifests = sorted((number, info) for number, info in numbered if number is not None)
+    for (_, info), (_, above) in itertools.pairwise(manifests):
+        if not (facts.is_old(info) and facts.is_old(above)):
+            return
+        yield info, SUPERSEDED
+
+
+def _last(facts: _Facts, removed: Collection[str], tombstones: bool) -> Sequence[tuple[ObjectInfo, str]]:
+    """Return the tombstone where it goes: with its folder, or by the operator's order."""
+    scene, newest = facts.scene, facts.newest
+    if newest is None or not scene.is_deleted or not facts.is_settled or scene.has_begun_folder:
+        return ()
+    rest = [info.key for info in facts.infos if info.key not in removed and info is not newest]
+    if scene.is_closed and not rest:
+        return ((newest, FOLDER),)
+    return ((newest, TOMBSTONE),) if tombstones and not any(map(own_key, rest)) else ()
+
+
+# --- leftovers ---------------------------------------------------------------------------------------
+
+
+def _leftover_garbage(leftover: Leftover, name: str) -> Garbage:
+    return Garbage(
+        checkpoint=name,
+        key=leftover.key,
+        size_bytes=leftover.size_bytes,
+        modified_at=leftover.modified_at,
+        reason=LEFTOVER[leftover.kind],
+    )
+
+
+def _owner(leftover: Leftover) -> str | None:
+    """Return the checkpoint of a leftover, empty for the root's own; None where it is not ours."""
+    if leftover.kind == "upload":
+        name, _, rest = leftover.key.partition("/")
+        return name if is_name(name) and is_attempt_key(rest) else None
+    *parents, last = leftover.key.split("/")
+    if is_token(last):
+        return parents[0] if len(parents) == 1 and is_name(parents[0]) else None
+    if not parents:
+        return ""
+    is_ours = is_name(parents[0]) and (len(parents) == 1 or (len(parents) == 2 and is_token(parents[1])))
+    return parents[0] if is_ours else None

@@ -1,0 +1,325 @@
+"""Looking for garbage, and refusing to believe what is doubtful.
+
+A listing that lacks a manifest makes the newest checkpoint look like garbage. So each name is listed twice,
+flat and by level; both must show the same manifests. Where there is garbage, the manifest that would follow
+is asked for by its key: an answer by key says more than any listing. Nothing is removed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import TypeVar
+
+from remote_ckpt.deletion import is_closed
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    CheckpointChangedError,
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    FormatError,
+    MissingDependencyError,
+    ObjectNotFoundError,
+    StoreError,
+    SweepRefusedError,
+    UnsupportedStoreError,
+)
+from remote_ckpt.keys import STOCK_METADATA_NAME, manifest_key
+from remote_ckpt.newest import Newest, Standing, list_generations, look
+from remote_ckpt.store.base import Leftover, Listing, Store
+from remote_ckpt.sweep_plan import (
+    Garbage,
+    Scene,
+    has_own_names,
+    is_name,
+    parse_owner,
+    plan_checkpoint,
+    plan_leftovers,
+    plan_root,
+)
+from remote_ckpt.url import parse_step
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MAX_THREADS = 16
+_MAX_LOOKS = 3
+_MAX_NAMED_KEYS = 3
+_MAX_SKEW = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a sweep was told.
+
+    Args:
+        before: Only what changed last before this is old enough (the store's clock).
+        tombstones: Marks of deleted checkpoints go too.
+    """
+
+    before: datetime
+    tombstones: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    """What there is to remove of one name.
+
+    Args:
+        name: The checkpoint's name.
+        newest: Its newest generation; None where it has no manifest.
+        garbage: In the order of removal.
+        is_closed: Whether its tombstone takes the whole folder away (local disk).
+        warning: Why it is left alone, if it is.
+    """
+
+    name: str
+    newest: Newest | None = None
+    garbage: tuple[Garbage, ...] = ()
+    is_closed: bool = False
+    warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a scan of a run's directory found.
+
+    Args:
+        checkpoints: Names with garbage.
+        in_root: Garbage right in the root.
+        leftovers: What is no object, each with the garbage that it is.
+        warnings: What was passed over, and why.
+    """
+
+    checkpoints: tuple[CheckpointPlan, ...]
+    in_root: tuple[Garbage, ...]
+    leftovers: tuple[tuple[Garbage, Leftover], ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def garbage(self) -> tuple[Garbage, ...]:
+        """All of it: by checkpoint, then what lies in the root and what is no object."""
+        below = [each for plan in self.checkpoints for each in plan.garbage]
+        return (*below, *self.in_root, *(each for each, _ in self.leftovers))
+
+
+def read_clock(root: Store) -> datetime:
+    """Return the store's time, if it is within five minutes of this host's; else raise SweepRefusedError."""
+    before = datetime.now(timezone.utc)
+    now = root.clock()
+    after = datetime.now(timezone.utc)
+    skew = max(before - now, now - after)
+    if skew > _MAX_SKEW:
+        raise SweepRefusedError(
+            f"the clocks of this host ({after:%F %T} UTC) and of the store ({now:%F %T} UTC) are "
+            f"{skew.total_seconds() / 60:.0f} minutes apart, so ages mean nothing: set the wrong one right",
+            url=root.url,
+            operation="sweep",
+        )
+    return now
+
+
+def scan(root: Store, terms: Terms) -> Findings:
+    """Look at all names below ``root``, up to 16 at once; removes nothing.
+
+    Takes one request for a folder that holds nothing of ours, three for a checkpoint, one more for one with
+    garbage. Errors as :func:`.sweep.sweep`.
+    """
+    listing = root.list_children("")
+    names = sorted(filter(is_name, listing.prefixes), key=_by_step)
+    if not listing.prefixes:
+        _check_is_empty(root)
+    plans = in_threads(lambda name: _scan_name(root, name, terms), names)
+    skipped = [plan.name for plan in plans if plan.warning]
+    found, warning = _list_leftovers(root)
+    return Findings(
+        checkpoints=tuple(plan for plan in plans if plan.garbage),
+        in_root=plan_root(listing.objects, before=terms.before),
+        leftovers=plan_leftovers(found, before=terms.before, except_in=skipped),
+        warnings=tuple(text for text in (*(plan.warning for plan in plans), warning) if text),
+    )
+
+
+def look_at(checkpoint: Store, name: str, terms: Terms) -> CheckpointPlan:
+    """Look at one name until two listings agree; one that lacks objects it needs is left alone.
+
+    Raises:
+        SweepRefusedError: They do not, or the newest manifest cannot be read.
+        CheckpointChangedError: Local only: the folder was removed.
+        StoreError: The store failed.
+    """
+    for _ in range(_MAX_LOOKS):
+        plan, doubt = _look_once(checkpoint, name, terms)
+        if doubt is None:
+            return plan
+    if plan.warning is not None:
+        return plan
+    raise SweepRefusedError(
+        f"checkpoint {name}: {doubt}; is somebody changing it all the time, or is the store's listing wrong?",
+        url=checkpoint.url,
+        step=name,
+        operation="sweep",
+    )
+
+
+def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Call for all items, up to 16 at once; the first failure is raised when those that had begun ended."""
+    if not items:
+        return []
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(items)), thread_name_prefix="sweep") as pool:
+        return list(pool.map(call, items))
+
+
+# --- the root ----------------------------------------------------------------------------------------
+
+
+def _by_step(name: str) -> tuple[bool, int, str]:
+    step = parse_step(name)
+    return step is None, step or 0, name
+
+
+def _check_is_empty(root: Store) -> None:
+    owners = (parse_owner(info.key) for info in root.list(""))
+    if name := next((owner for owner in owners if owner is not None), None):
+        raise SweepRefusedError(
+            f"one listing of the directory shows nothing below it, another shows checkpoint {name}",
+            url=root.url,
+            step=name,
+            operation="sweep",
+        )
+
+
+def _list_leftovers(root: Store) -> tuple[list[Leftover], str | None]:
+    """Return leftovers, or why they were not looked at: objects can be swept all the same."""
+    try:
+        return list(root.list_leftovers()), None
+    except (MissingDependencyError, UnsupportedStoreError, AccessDeniedError) as error:
+        reason = str(error)
+    except StoreError as error:
+        if type(error) is not StoreError:  # else it was refused for no reason that we know: not implemented
+            raise
+        reason = str(error)
+    return [], f"open uploads and temporary files were not looked at: {reason}"
+
+
+def _scan_name(root: Store, name: str, terms: Terms) -> CheckpointPlan:
+    try:
+        return _scan_folder(root, name, terms)
+    except CheckpointNotFoundError:
+        return CheckpointPlan(name=name)  # a folder that was removed after the listing
+    except AccessDeniedError as error:
+        if parse_step(name) is not None:
+            raise
+        return CheckpointPlan(name=name, warning=f"passing over {name}, which may not be read: {error}")
+
+
+def _scan_folder(root: Store, name: str, terms: Terms) -> CheckpointPlan:
+    """Look at one name, again where its folder was replaced meanwhile."""
+    for _ in range(_MAX_LOOKS):
+        with closing(root.scope(name)) as checkpoint:
+            if is_link(root, checkpoint, name):
+                return CheckpointPlan(name=name)
+            try:
+                plan = look_at(checkpoint, name, terms)
+            except CheckpointChangedError:
+                continue
+            if checkpoint.is_current():
+                return plan
+    return CheckpointPlan(name=name, warning=f"passing over {name}, which others keep changing")
+
+
+def is_link(root: Store, checkpoint: Store, name: str) -> bool:
+    """Whether a name in a local directory leads elsewhere: what is there is swept where it lies."""
+    if not checkpoint.capabilities.has_folders:
+        return False
+    return checkpoint.identity not in (f"{root.identity.rstrip('/')}/{name}", root.identity)
+
+
+# --- one name ----------------------------------------------------------------------------------------
+
+
+def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPlan, str | None]:
+    """Return the plan, and what is doubtful about what it was made from."""
+    level = checkpoint.list_children("")
+    if not has_own_names((info.key for info in level.objects), level.prefixes):
+        return CheckpointPlan(name=name), None
+    standing = _read(checkpoint, name)
+    if list_generations(level.objects) != list_generations(standing.infos):
+        return CheckpointPlan(name=name), "two listings of it show different manifests"
+    scene = _scene(checkpoint, name, level, standing)
+    if scene.missing_keys:
+        # Damage of this one, most likely; or a save that was committed while it was listed.
+        return CheckpointPlan(name=name, warning=_warning(scene.missing_keys, name)), "it lacks objects"
+    plan = CheckpointPlan(
+        name=name,
+        newest=None if standing.manifest is None else Newest(standing.generation, standing.manifest),
+        garbage=plan_checkpoint(scene, before=terms.before, tombstones=terms.tombstones),
+        is_closed=scene.is_closed,
+    )
+    if plan.garbage and _has_next(checkpoint, standing):
+        return plan, f"its listing lacks {manifest_key(standing.generation + 1)}, which can be read"
+    return plan, None
+
+
+def _read(checkpoint: Store, name: str) -> Standing:
+    try:
+        standing = look(checkpoint)
+    except FormatError as error:
+        raise SweepRefusedError(
+            f"checkpoint {name} is of a newer format, so nobody here knows what it needs: sweep with the "
+            f"version that wrote it ({error})",
+            url=checkpoint.url,
+            step=name,
+            operation="sweep",
+        ) from error
+    if standing.damage is not None:
+        raise _damaged(checkpoint, name, standing.damage) from standing.damage
+    return standing
+
+
+def _damaged(checkpoint: Store, name: str, damage: CheckpointDamagedError) -> SweepRefusedError:
+    return SweepRefusedError(
+        f"the newest manifest of checkpoint {name} cannot be read, so nobody knows what it needs: look at "
+        f"it, delete the checkpoint or bring the manifest back, then sweep again ({damage})",
+        url=checkpoint.url,
+        step=name,
+        operation="sweep",
+    )
+
+
+def _scene(checkpoint: Store, name: str, level: Listing, standing: Standing) -> Scene:
+    return Scene(
+        name=name,
+        standing=standing,
+        folder_names=level.prefixes,
+        is_closed=is_closed(checkpoint, standing),
+        stock_metadata=_stock_metadata(checkpoint) if standing.kind == "dcp" else b"",
+    )
+
+
+def _stock_metadata(checkpoint: Store) -> bytes:
+    try:
+        return checkpoint.read(STOCK_METADATA_NAME)
+    except ObjectNotFoundError as error:
+        raise CheckpointChangedError(
+            "the checkpoint was deleted while it was looked at", url=checkpoint.url
+        ) from error
+
+
+def _has_next(checkpoint: Store, standing: Standing) -> bool:
+    try:
+        checkpoint.read(manifest_key(standing.generation + 1))
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _warning(missing: list[str], name: str) -> str:
+    more = f" and {len(missing) - _MAX_NAMED_KEYS} more" if len(missing) > _MAX_NAMED_KEYS else ""
+    return (
+        f"passing over checkpoint {name}: its listing lacks {', '.join(missing[:_MAX_NAMED_KEYS])}{more}, "
+        f"which it needs: verify it"
+    )
