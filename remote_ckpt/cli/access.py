@@ -170,22 +170,25 @@ def fitting_access(access: Access, source: Location, target: Location, given: Ac
 
 
 def _store_options(prefix: str) -> Callable[[Function], Function]:
-    whose = "The target's: " if prefix else ""
+    which = "the target's store" if prefix else "the store"
+    options = (
+        click.option(f"--{prefix}endpoint-url", metavar="URL", help=f"Endpoint of {which}."),
+        click.option(
+            f"--{prefix}storage-option",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=parsed(parse_storage_option),
+            help=f"Option of {which}, as s3fs, gcsfs and adlfs name them. Repeatable.",
+        ),
+        click.option(
+            f"--{prefix}transport",
+            type=click.Choice(["obstore", "fsspec"]),
+            help=f"Client for {which}; by default the one that fits.",
+        ),
+    )
 
     def decorate(function: Function) -> Function:
-        for option in (
-            click.option(
-                f"--{prefix}transport", type=click.Choice(["obstore", "fsspec"]), help=f"{whose}client."
-            ),
-            click.option(
-                f"--{prefix}storage-option",
-                multiple=True,
-                metavar="KEY=VALUE",
-                callback=parsed(parse_storage_option),
-                help=f"{whose}option of the store, as s3fs, gcsfs and adlfs name them. Repeatable.",
-            ),
-            click.option(f"--{prefix}endpoint-url", metavar="URL", help=f"{whose}endpoint of the store."),
-        ):
+        for option in reversed(options):
             function = option(function)
         return function
 

@@ -1,39 +1,48 @@
-"""The command ``remote-ckpt``: which commands there are, and how any of them ends."""
+"""The command ``remote-ckpt``: which commands there are, and how any of them ends.
+
+``--help`` imports nothing but click and this: what a command needs is loaded when it is called.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
 from remote_ckpt._version import __version__
 from remote_ckpt.cli.exits import MEANINGS, ExitCode, exit_code_of
-from remote_ckpt.cli.output import print_error
 from remote_ckpt.cli.terminal import drop_stdout, write_all_names
 
 PROGRAM: Final = "remote-ckpt"
 
+
+class Entry(NamedTuple):
+    """A command's module below ``commands``, and what the list of commands says of it."""
+
+    module: str
+    summary: str
+
+
 COMMANDS: Final = {
-    "ls": "finding",
-    "latest": "finding",
-    "best": "finding",
-    "info": "inspecting",
-    "verify": "checking",
-    "diff": "checking",
-    "pin": "marking",
-    "unpin": "marking",
-    "annotate": "marking",
-    "cp": "copying",
-    "rm": "deleting",
-    "prune": "pruning",
-    "sweep": "sweeping",
-    "du": "measuring",
-    "completion": "completion",
+    "ls": Entry("finding", "List the checkpoints of a run."),
+    "latest": Entry("finding", "Print the path or URL of the highest step."),
+    "best": Entry("finding", "Print the path or URL of the best by a metric."),
+    "info": Entry("inspecting", "Show facts and tensors of checkpoints."),
+    "verify": Entry("checking", "Check that checkpoints are whole."),
+    "diff": Entry("checking", "Compare two checkpoints."),
+    "pin": Entry("marking", "Keep checkpoints from being deleted or replaced."),
+    "unpin": Entry("marking", "Allow deleting and replacing again."),
+    "annotate": Entry("marking", "Add metrics or metadata to checkpoints."),
+    "cp": Entry("copying", "Copy a checkpoint, or all that are missing."),
+    "rm": Entry("deleting", "Delete checkpoints by name."),
+    "prune": Entry("pruning", "Delete the steps that no --keep option keeps."),
+    "sweep": Entry("sweeping", "Remove what killed saves and deletions left."),
+    "du": Entry("measuring", "Show how much space checkpoints and leftovers take."),
+    "completion": Entry("completion", "Print a script that completes in a shell."),
 }
-"""Each command and its module below ``commands``, loaded when the command is asked for."""
 
 EPILOG: Final = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {MEANINGS[code]}" for code in ExitCode)
 
@@ -49,9 +58,14 @@ class App(click.Group):
         """Load a command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"remote_ckpt.cli.commands.{COMMANDS[cmd_name]}")
+        module = importlib.import_module(f"remote_ckpt.cli.commands.{COMMANDS[cmd_name].module}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without loading them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. A pipe that the reader has closed ends it quietly, as SIGPIPE would."""
@@ -97,7 +111,6 @@ def app() -> None:
 def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
     """Run, and return the exit code; whatever went wrong is told on stderr."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    is_json = "--json" in options
     try:
         code = int(run() or ExitCode.DONE)
         sys.stdout.flush()
@@ -109,25 +122,27 @@ def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
         error.show()
         return ExitCode.WRONG_CALL
     except click.ClickException as error:
-        print_error(error, is_json=is_json, message=_usage_message(error))
+        _tell(error, options, message=_usage_message(error))
         return ExitCode.WRONG_CALL
     except click.Abort as error:
-        print_error(error, is_json=is_json, message="interrupted")
+        _tell(error, options, message="interrupted")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        if "--traceback" in options:
-            _print_traceback(error)
-        print_error(error, is_json=is_json)
+        _tell(error, options)
         return exit_code_of(error)
+
+
+def _tell(error: Exception, options: Sequence[str], *, message: str | None = None) -> None:
+    from remote_ckpt.cli.output import print_error
+
+    if "--traceback" in options:
+        import traceback
+
+        traceback.print_exception(error)
+    print_error(error, is_json="--json" in options, message=message)
 
 
 def _usage_message(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     where = f" (see {context.command_path} --help)" if context is not None else ""
     return f"{error.format_message()}{where}"
-
-
-def _print_traceback(error: Exception) -> None:
-    import traceback
-
-    traceback.print_exception(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import traceback
 from typing import Any, Final
 
 from remote_ckpt.errors import (
@@ -80,5 +79,7 @@ def error_message(error: BaseException) -> str:
     """Return what to tell of an error, on one line."""
     if isinstance(error, RemoteCkptError):
         return str(error)
+    import traceback
+
     last = traceback.format_exception_only(error)[-1].strip()
     return f"unexpected {last} (--traceback shows where)"

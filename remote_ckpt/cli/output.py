@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.exits import ExitCode, error_document, error_message, exit_code_of
-from remote_ckpt.cli.logs import logging_to_stderr
 from remote_ckpt.cli.table import Cell, Column, Painted, format_table, paint
 from remote_ckpt.cli.terminal import has_colours, is_terminal
 from remote_ckpt.cli.text import escape
@@ -84,6 +83,8 @@ def takes_output(function: Callable[..., ExitCode | None]) -> Callable[..., Exit
     @click.option("--traceback", "_traceback", is_flag=True, help="Show where an error came from.")
     @functools.wraps(function)
     def wrapper(*, is_json: bool, verbosity: int, _traceback: bool, **arguments: Any) -> ExitCode | None:
+        from remote_ckpt.cli.logs import logging_to_stderr
+
         with logging_to_stderr(verbosity):
             return function(out=Output(is_json), **arguments)
 

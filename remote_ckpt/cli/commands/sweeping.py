@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from remote_ckpt.sweep import Garbage, SweepReport
 
 _COLUMNS = (
-    Column("checkpoint"),
     Column("object"),
     Column("age", is_number=True),
     Column("size", is_number=True),
@@ -59,8 +58,6 @@ def sweep(
             tombstones=has_tombstones,
             on_progress=on_progress,
         )
-    for warning in report.warnings:
-        out.warn(warning)
     out.show(lambda: _document(directory.url, report), lambda: _text(directory.url, report, out))
     return ExitCode.NO if report.failures else ExitCode.DONE
 
@@ -79,8 +76,8 @@ def _text(root: str, report: SweepReport, out: Output) -> str:
     if report.is_dry_run:
         return f"{table}\n\nwould remove {found}; nothing was done: give --yes"
     removed = f"{format_count(report.removed_count, 'object')}, {format_bytes(report.removed_bytes)}"
-    failures = f"; {len(report.failures)} could not be removed" if report.failures else ""
-    return f"{table}\n\nremoved {removed}{failures}"
+    failures = [f"cannot remove {escape(each.key)}: {escape(each.message)}" for each in report.failures]
+    return "\n".join([table, "", f"removed {removed}", *failures])
 
 
 def _total(report: SweepReport) -> int:
@@ -89,7 +86,6 @@ def _total(report: SweepReport) -> int:
 
 def _row(garbage: Garbage, report: SweepReport) -> list[Cell]:
     return [
-        escape(garbage.checkpoint),
         escape(garbage.key),
         format_age_of(garbage.modified_at, now=report.now),
         format_bytes(garbage.size_bytes),
