@@ -22,7 +22,8 @@ from remote_ckpt.integrity import read_verified
 from remote_ckpt.keys import STOCK_METADATA_NAME
 from remote_ckpt.manifest import Manifest
 from remote_ckpt.newest import PLAIN_NAME, CheckpointKind, Standing, look, look_at_top
-from remote_ckpt.stock_contents import index_of_stock, parse_stock_contents
+from remote_ckpt.stock_contents import parse_stock_contents
+from remote_ckpt.stock_index import index_of_stock
 from remote_ckpt.store.base import Store
 from remote_ckpt.url import check_name
 

@@ -40,7 +40,8 @@ from remote_ckpt.errors import (
     UntrustedDataError,
     UrlError,
 )
-from remote_ckpt.stock_contents import index_of_stock, parse_stock_contents
+from remote_ckpt.stock_contents import parse_stock_contents
+from remote_ckpt.stock_index import index_of_stock
 from remote_ckpt.store.base import Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "index_rules",
         "inert_pickle",
         "stock_contents",
+        "stock_index",
         "candidates",
         "verdicts",
     ),
