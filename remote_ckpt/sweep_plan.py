@@ -71,7 +71,7 @@ class Scene:
 
     Args:
         name: The checkpoint's name.
-        standing: Its complete listing and newest manifest, which is not damaged.
+        standing: Its complete listing and newest manifest, which is not damaged and lacks nothing it names.
         folder_names: Names of the next level, empty folders of a local disk included.
         is_closed: Whether its tombstone takes the whole folder away (local disk).
         stock_metadata: Content of ``.metadata`` where no manifest says what belongs to the checkpoint.
@@ -88,6 +88,15 @@ class Scene:
         """Sorted keys that the newest generation names and that were not listed."""
         manifest, listed = self.standing.manifest, {info.key for info in self.standing.infos}
         return sorted(named_keys(manifest) - listed) if manifest is not None else []
+
+    @property
+    def is_without_manifest(self) -> bool:
+        """Whether this is a checkpoint of ours but for its manifest, which nobody but stock DCP can read.
+
+        Other tools copied it like that; or the listing lacks the manifest.
+        """
+        data = {info.key.partition("/")[0] for info in self.standing.infos if is_attempt_key(info.key)}
+        return any(name.encode() in self.stock_metadata for name in data)
 
     @property
     def is_deleted(self) -> bool:
@@ -225,8 +234,7 @@ def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
     """Why an old object that is neither a manifest nor ``.metadata`` is garbage; None where it is not."""
     manifest = facts.scene.standing.manifest
     if manifest is None:
-        is_garbage = is_attempt_key(info.key) and not _is_mentioned(info.key, facts.scene.stock_metadata)
-        return UNCOMMITTED if is_garbage else None
+        return UNCOMMITTED if is_attempt_key(info.key) else None
     if info.key in facts.named or info.key == STOCK_METADATA_NAME or parse_manifest_key(info.key) is not None:
         return None
     if info.key in facts.superseded:
@@ -236,11 +244,6 @@ def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
     if info.key == copy_record_key(manifest.save_id):
         return COPY_RECORD if facts.is_settled else None
     return UNCOMMITTED if is_attempt_key(info.key) else None
-
-
-def _is_mentioned(key: str, stock_metadata: bytes) -> bool:
-    # Of a checkpoint that other tools copied without its manifest, for stock DCP to read.
-    return key.partition("/")[0].encode() in stock_metadata
 
 
 def _stock_metadata(facts: _Facts) -> _Found:

@@ -72,14 +72,12 @@ class CheckpointPlan:
         name: The checkpoint's name.
         newest: Its newest generation; None where it has no manifest.
         garbage: In the order of removal.
-        is_closed: Whether its tombstone takes the whole folder away (local disk).
         warning: Why it is left alone, if it is.
     """
 
     name: str
     newest: Newest | None = None
     garbage: tuple[Garbage, ...] = ()
-    is_closed: bool = False
     warning: str | None = None
 
 
@@ -144,7 +142,7 @@ def scan(root: Store, terms: Terms) -> Findings:
 
 
 def look_at(checkpoint: Store, name: str, terms: Terms) -> CheckpointPlan:
-    """Look at one name until two listings agree; one that lacks objects it needs is left alone.
+    """Look at one name until two listings agree; one that lacks what it needs is left alone.
 
     Raises:
         SweepRefusedError: They do not, or the newest manifest cannot be read.
@@ -250,18 +248,19 @@ def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPl
     if list_generations(level.objects) != list_generations(standing.infos):
         return CheckpointPlan(name=name), "two listings of it show different manifests"
     scene = _scene(checkpoint, name, level, standing)
-    if scene.missing_keys:
-        # Damage of this one, most likely; or a save that was committed while it was listed.
-        return CheckpointPlan(name=name, warning=_warning(scene.missing_keys, name)), "it lacks objects"
+    # Mostly damage; but a save may have been committed, or a copy finished, while it was listed.
+    reason = _reason_to_pass(scene)
+    garbage = () if reason else plan_checkpoint(scene, before=terms.before, tombstones=terms.tombstones)
+    if (reason or garbage) and _has_next(checkpoint, standing):
+        doubt = f"its listing lacks {manifest_key(standing.generation + 1)}, which can be read"
+        return CheckpointPlan(name=name), doubt
     plan = CheckpointPlan(
         name=name,
         newest=None if standing.manifest is None else Newest(standing.generation, standing.manifest),
-        garbage=plan_checkpoint(scene, before=terms.before, tombstones=terms.tombstones),
-        is_closed=scene.is_closed,
+        garbage=garbage,
+        warning=f"passing over checkpoint {name}: {reason}" if reason else None,
     )
-    if plan.garbage and _has_next(checkpoint, standing):
-        return plan, f"its listing lacks {manifest_key(standing.generation + 1)}, which can be read"
-    return plan, None
+    return plan, reason
 
 
 def _read(checkpoint: Store, name: str) -> Standing:
@@ -317,9 +316,10 @@ def _has_next(checkpoint: Store, standing: Standing) -> bool:
     return True
 
 
-def _warning(missing: list[str], name: str) -> str:
-    more = f" and {len(missing) - _MAX_NAMED_KEYS} more" if len(missing) > _MAX_NAMED_KEYS else ""
-    return (
-        f"passing over checkpoint {name}: its listing lacks {', '.join(missing[:_MAX_NAMED_KEYS])}{more}, "
-        f"which it needs: verify it"
-    )
+def _reason_to_pass(scene: Scene) -> str | None:
+    if scene.is_without_manifest:
+        return "its .metadata leads to objects of ours, and no manifest says which ones it needs"
+    if missing := scene.missing_keys:
+        more = f" and {len(missing) - _MAX_NAMED_KEYS} more" if len(missing) > _MAX_NAMED_KEYS else ""
+        return f"it needs {', '.join(missing[:_MAX_NAMED_KEYS])}{more}, which are not listed: verify it"
+    return None

@@ -1,0 +1,450 @@
+"""The sweep: what goes, what stays, when it refuses, and that it says beforehand what it does."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from protocol import Script, answers, expected_keys, keys_of, load, manifests_of, once, save, scripted, upload
+from sweeping import (
+    FOREIGN,
+    PROBE,
+    TWO_DAYS,
+    AgedStore,
+    Holding,
+    aged,
+    all_keys,
+    leave_everything,
+    leave_half_deleted,
+    leave_replaced,
+    leave_uncommitted,
+    newest_of,
+    reasons,
+    recorded,
+    swept,
+)
+
+from remote_ckpt.changes import annotate, set_pinned
+from remote_ckpt.deletion import delete_checkpoint
+from remote_ckpt.errors import (
+    ConfigError,
+    StoreError,
+    StoreUnavailableError,
+)
+from remote_ckpt.keys import manifest_key
+from remote_ckpt.newest import named_keys
+from remote_ckpt.options import CommitOptions, Options
+from remote_ckpt.store.base import Store
+from remote_ckpt.store.local import LocalStore
+from remote_ckpt.store.memory import MemoryStore
+from remote_ckpt.sweep import sweep
+from remote_ckpt.sweep_plan import FOLDER, REPLACED, SUPERSEDED, TOMBSTONE
+from remote_ckpt.testing.faults import FaultStore
+
+NOTHING = timedelta(0)
+
+
+@pytest.fixture(params=["memory", "local"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return MemoryStore.fresh() if request.param == "memory" else LocalStore(tmp_path / "run")
+
+
+@pytest.fixture
+def memory() -> Store:
+    return MemoryStore.fresh()
+
+
+class TestWhatGoes:
+    def test_all_that_nobody_needs_is_found_each_with_its_reason(self, root: Store) -> None:
+        garbage = leave_everything(root)
+        report = sweep(aged(root))
+        assert reasons(report) == garbage
+        assert len(report.garbage) == len(garbage)
+        assert {each.checkpoint for each in report.garbage} == {"", "10", "20", "30", "40_keep"}
+        assert all(each.key.startswith(each.checkpoint) for each in report.garbage)
+
+    def test_a_dry_run_is_the_default_and_changes_nothing(self, root: Store) -> None:
+        leave_everything(root)
+        before = root.list()
+        report = sweep(aged(root))
+        assert report.is_dry_run
+        assert (report.removed_count, report.removed_bytes, report.failures) == (0, 0, ())
+        assert root.list() == before
+
+    def test_a_run_removes_exactly_what_the_dry_run_says(self, root: Store) -> None:
+        leave_everything(root)
+        before = all_keys(root)
+        said = sweep(aged(root))
+        report = swept(root)
+        assert reasons(report) == reasons(said)
+        assert before - all_keys(root) == reasons(said).keys()
+        assert report.removed_count == len(said.garbage)
+        assert report.removed_bytes == sum(each.size_bytes for each in said.garbage) > 0
+        assert not report.is_dry_run
+
+    def test_checkpoints_and_what_is_not_ours_are_as_before(self, root: Store) -> None:
+        leave_everything(root)
+        swept(root)
+        assert [load(root, name) for name in ("10", "20", "30", "40", "40_keep")] == [
+            b"new", None, None, b"sound", b"copied",
+        ]  # fmt: skip
+        assert set(FOREIGN) <= all_keys(root)
+        assert root.read("30/notes.txt") == b"mine"
+        checkpoint = root.scope("10")
+        entry = newest_of(root, "10").manifest.stock_metadata
+        assert entry is not None
+        assert checkpoint.read(".metadata") == checkpoint.read(entry.key)
+
+    def test_a_second_sweep_finds_nothing(self, root: Store) -> None:
+        leave_everything(root)
+        swept(root)
+        assert swept(root).garbage == ()
+
+    def test_a_directory_that_does_not_exist_holds_nothing(self, root: Store) -> None:
+        report = sweep(root, dry_run=False)
+        assert (report.garbage, report.warnings) == ((), ())
+        assert root.list() == []
+
+    def test_sizes_and_times_are_those_of_the_listing(self, memory: Store) -> None:
+        leave_uncommitted(memory, "20")
+        report = sweep(memory, older_than=NOTHING)
+        assert {(each.key, each.size_bytes, each.modified_at) for each in report.garbage} == {
+            (info.key, info.size_bytes, info.modified_at) for info in memory.list()
+        }
+
+    def test_a_newest_generation_goes_on_from_its_number_after_a_sweep(self, root: Store) -> None:
+        leave_replaced(root, "10")
+        swept(root)
+        assert manifests_of(root) == [manifest_key(2)]
+        assert save(root, b"third", overwrite=True).generation == 3
+        assert keys_of(root) == expected_keys(newest_of(root, "10").manifest)
+
+    def test_a_pinned_checkpoint_is_cleaned_up_and_stays(self, root: Store) -> None:
+        leave_replaced(root, "10")
+        set_pinned(root.scope("10"), True)
+        swept(root)
+        manifest = newest_of(root, "10").manifest
+        assert manifest.pinned
+        assert keys_of(root) == expected_keys(manifest)
+        assert load(root) == b"new"
+
+    def test_stale_metadata_for_stock_readers_is_made_right_before_its_data_goes(self, memory: Store) -> None:
+        """The replacing save died between its commit and ``.metadata``."""
+        save(memory, b"old")
+        stale = memory.read("10/.metadata")
+        done = upload(memory.scope("10"), b"new")
+        script = Script(before=lambda operation, key: _refuse(key == ".metadata"))
+        with pytest.raises(RuntimeError):
+            save(scripted(memory, script), b"new", overwrite=True)
+        assert memory.read("10/.metadata") == stale
+        seen: list[bytes] = []
+        script = Script(before=once("delete", lambda: seen.append(memory.read("10/.metadata"))))
+        sweep(aged(memory, scripted(memory, script)), dry_run=False)
+        entry = newest_of(memory, "10").manifest.stock_metadata
+        assert entry is not None
+        assert seen[0] == memory.read(f"10/{entry.key}")
+        assert keys_of(memory) == expected_keys(newest_of(memory, "10").manifest)
+        assert done.attempt.save_id not in str(keys_of(memory))
+
+
+def _refuse(is_wanted: bool) -> None:
+    if is_wanted:
+        raise RuntimeError("died here")
+
+
+class TestAge:
+    def test_by_default_the_grace_period_must_have_passed(self, root: Store) -> None:
+        garbage = leave_everything(root)
+        day = timedelta(days=1)
+        assert sweep(aged(root, age=day - timedelta(minutes=1))).garbage == ()
+        report = sweep(aged(root, age=day + timedelta(minutes=1)))
+        assert reasons(report) == garbage
+        assert report.older_than == day
+        shorter = Options(commit=CommitOptions(save_seconds=1800, grace_seconds=2 * 3600.0))
+        assert reasons(sweep(aged(root, age=timedelta(hours=3)), options=shorter)) == garbage
+
+    def test_what_is_exactly_that_old_stays(self, memory: Store) -> None:
+        memory.write(PROBE, b"x")
+        now = memory.clock()
+        store = FaultStore(memory, after=lambda call, result: now if call.operation == "clock" else result)
+        age = now - memory.info(PROBE).modified_at
+        assert sweep(store, older_than=age).garbage == ()
+        assert reasons(sweep(store, older_than=age - timedelta(microseconds=1))).keys() == {PROBE}
+
+    @pytest.mark.parametrize("name", ["10", "20", "30", "40_keep"])
+    def test_of_young_things_nothing_goes(self, root: Store, name: str) -> None:
+        garbage = leave_everything(root)
+        report = sweep(aged(root, is_young=lambda key: key.startswith(f"{name}/")))
+        assert reasons(report).keys() == {key for key in garbage if not key.startswith(f"{name}/")}
+
+    def test_every_young_object_stays_alone(self, root: Store) -> None:
+        garbage = leave_everything(root)
+        singles = [key for key, reason in garbage.items() if reason != SUPERSEDED]
+        for young in singles:
+            found = reasons(sweep(aged(root, is_young=lambda key, young=young: key == young)))  # type: ignore[misc]
+            assert found.keys() == garbage.keys() - {young}
+
+    def test_what_was_replaced_a_moment_ago_stays_for_its_readers(self, root: Store) -> None:
+        leave_replaced(root, "10")
+        young = manifest_key(2)
+        assert sweep(aged(root, is_young=lambda key: key.endswith(young))).garbage == ()
+
+    def test_what_was_deleted_a_moment_ago_stays_for_its_readers(self, root: Store) -> None:
+        leave_half_deleted(root, "30")
+        young = manifest_key(2)
+        assert sweep(aged(root, is_young=lambda key: key.endswith(young))).garbage == ()
+
+    def test_a_manifest_that_was_the_newest_a_moment_ago_stays(self, root: Store) -> None:
+        save(root, b"one")
+        for loss in range(3):
+            annotate(root.scope("10"), metrics={"loss": float(loss)})
+        young = (manifest_key(3), manifest_key(4))
+        report = sweep(aged(root, is_young=lambda key: key.endswith(young)))
+        assert reasons(report) == {f"10/{manifest_key(1)}": SUPERSEDED}
+
+    def test_a_name_that_is_replaced_all_the_time_is_still_cleaned_up(self, root: Store) -> None:
+        save(root, b"one")
+        for loss in range(3):
+            annotate(root.scope("10"), metrics={"loss": float(loss)})
+        garbage = leave_uncommitted(root, "10")
+        young = manifest_key(4)
+        report = sweep(aged(root, is_young=lambda key: key.endswith(young)))
+        manifests = {f"10/{manifest_key(number)}": SUPERSEDED for number in (1, 2)}
+        assert reasons(report) == garbage | manifests
+
+    def test_superseded_manifests_go_from_the_lowest_upward_without_a_gap(self, root: Store) -> None:
+        save(root, b"one")
+        for loss in range(3):
+            annotate(root.scope("10"), metrics={"loss": float(loss)})
+        young = manifest_key(1)  # a copy of the folder, say, stamped anew
+        assert sweep(aged(root, is_young=lambda key: key.endswith(young))).garbage == ()
+
+    def test_less_than_twice_the_time_of_a_save_is_accepted_with_a_warning(
+        self, memory: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        garbage = leave_uncommitted(memory, "20")
+        report = sweep(memory, older_than=NOTHING)
+        assert reasons(report) == garbage
+        assert len(report.warnings) == 1
+        assert "a save in progress would lose its objects" in report.warnings[0]
+        assert report.warnings[0] in caplog.text
+        assert sweep(memory, older_than=timedelta(hours=12)).warnings == ()
+
+    def test_a_negative_age_is_an_error_of_the_call(self, memory: Store) -> None:
+        store = recorded(memory)
+        with pytest.raises(ConfigError, match="negative"):
+            sweep(store, older_than=timedelta(seconds=-1))
+        assert store.calls == []
+
+    def test_no_age_is_too_long(self, memory: Store) -> None:
+        leave_uncommitted(memory, "20")
+        assert sweep(memory, older_than=timedelta.max).garbage == ()
+
+
+class TestStockCheckpoints:
+    def test_what_a_killed_save_left_beside_one_goes_and_the_checkpoint_stays(self, root: Store) -> None:
+        for key in ("50/.metadata", "50/__0_0.distcp", "60/checkpoint.pth"):
+            root.write(key, b"stock")
+        garbage = leave_uncommitted(root, "50") | leave_uncommitted(root, "60")
+        assert reasons(swept(root)) == garbage
+        assert all_keys(root) == {"50/.metadata", "50/__0_0.distcp", "60/checkpoint.pth"}
+
+    def test_one_of_ours_that_was_copied_without_its_manifest_stays_whole(self, root: Store) -> None:
+        saved = save(root, b"one")
+        for key in (*named_keys(saved), ".metadata"):
+            root.copy(f"10/{key}", f"export/{key}")
+        leave_uncommitted(root, "export")
+        before = root.list()
+        report = swept(root)
+        assert report.garbage == ()
+        assert root.list() == before
+        (warning,) = report.warnings
+        assert "passing over checkpoint export: its .metadata leads to objects of ours" in warning
+
+    def test_one_that_was_replaced_goes_as_the_replacing_manifest_says(self, root: Store) -> None:
+        for key in ("10/.metadata", "10/__0_0.distcp", "10/__1_0.distcp", "10/notes.txt"):
+            root.write(key, b"stock")
+        script = answers("delete", dict.fromkeys(range(9), StoreUnavailableError("503")), key="")
+        save(scripted(root, script), b"ours", overwrite=True)
+        assert reasons(swept(root)) == {"10/__0_0.distcp": REPLACED, "10/__1_0.distcp": REPLACED}
+        assert load(root) == b"ours"
+        assert root.read("10/notes.txt") == b"stock"
+
+    def test_a_file_that_got_the_name_of_a_replaced_one_since_stays(self, root: Store) -> None:
+        root.write("10/checkpoint.pth", b"plain")
+        saved = save(root, b"ours", overwrite=True)
+        assert saved.superseded == ("checkpoint.pth",)
+        root.write("10/checkpoint.pth", b"written by an evaluation")
+        assert sweep(root, older_than=NOTHING).garbage == ()
+
+
+class TestTombstones:
+    def test_the_mark_of_a_deleted_checkpoint_stays(self, root: Store) -> None:
+        leave_half_deleted(root, "30")
+        swept(root)
+        assert all_keys(root) == {"30/notes.txt", f"30/{manifest_key(2)}"}
+        assert save(root, b"again", name="30").generation == 3
+
+    def test_it_goes_by_explicit_order_and_the_name_begins_anew(self, root: Store) -> None:
+        garbage = leave_half_deleted(root, "30")
+        save(root, b"stays", name="40")
+        garbage[f"30/{manifest_key(2)}"] = TOMBSTONE
+        assert reasons(sweep(aged(root), tombstones=True)) == garbage
+        assert reasons(swept(root, tombstones=True)) == garbage
+        assert {key for key in all_keys(root) if key.startswith("30/")} == {"30/notes.txt"}
+        assert load(root, "40") == b"stays"
+        assert save(root, b"again", name="30").generation == 1
+
+    def test_it_stays_while_it_is_young(self, root: Store) -> None:
+        leave_half_deleted(root, "30")
+        report = sweep(aged(root, is_young=lambda key: key.endswith(manifest_key(2))), tombstones=True)
+        assert report.garbage == ()
+
+    def test_it_stays_beside_a_save_that_may_be_in_progress(self, root: Store) -> None:
+        garbage = leave_half_deleted(root, "30")
+        store = aged(root)
+        young = leave_uncommitted(root, "30")
+        report = sweep(store, dry_run=False, tombstones=True)
+        assert reasons(report) == garbage
+        assert young.keys() <= all_keys(root)
+        assert not newest_of(root, "30").is_live
+
+    def test_it_stays_where_a_save_began_after_the_plan(self, memory: Store) -> None:
+        leave_half_deleted(memory, "30")
+        begin = once("delete", lambda: leave_uncommitted(memory, "30"))
+        store = aged(memory, scripted(memory, Script(after=begin)))
+        report = sweep(store, dry_run=False, tombstones=True)
+        assert report.failures == ()
+        assert not newest_of(memory, "30").is_live
+
+    def test_it_stays_while_what_it_names_cannot_be_removed(self, memory: Store) -> None:
+        garbage = leave_half_deleted(memory, "30")
+        kept = min(key for key, reason in garbage.items() if reason == REPLACED)
+        report = sweep(aged(memory, Holding(memory, kept)), dry_run=False, tombstones=True)
+        tombstone = f"30/{manifest_key(2)}"
+        assert {failure.key for failure in report.failures} == {kept, tombstone}
+        assert {kept, tombstone} <= all_keys(memory)
+
+    def test_metadata_that_stock_dcp_saved_since_the_deletion_stays(self, root: Store) -> None:
+        garbage = leave_half_deleted(root, "30")
+        for key in ("30/__0_0.distcp", "30/.metadata"):
+            root.write(key, b"stock")
+        del garbage["30/.metadata"]
+        assert reasons(swept(root, tombstones=True)) == garbage
+        assert (root.read("30/.metadata"), root.read("30/__0_0.distcp")) == (b"stock", b"stock")
+
+    def test_a_live_checkpoint_is_no_mark(self, root: Store) -> None:
+        save(root, b"one")
+        before = root.list()
+        assert swept(root, tombstones=True).garbage == ()
+        assert root.list() == before
+
+
+class TestFolders:
+    """On a local disk a deletion ends with the removal of the whole folder."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "run")
+
+    def leave(self, root: Store, name: str = "30") -> None:
+        save(root, b"gone", name=name)
+        script = Script(before=lambda operation, key: _fail(operation == "delete"))
+        with pytest.raises(StoreError):
+            delete_checkpoint(scripted(root, script).scope(name))
+
+    def test_a_deletion_that_was_cut_short_is_finished_with_its_folder(
+        self, root: Store, tmp_path: Path
+    ) -> None:
+        self.leave(root)
+        before = all_keys(root)
+        said = sweep(aged(root))
+        assert reasons(said).keys() == before
+        assert reasons(said)[f"30/{manifest_key(2)}"] == FOLDER
+        report = swept(root)
+        assert report.removed_count == len(before)
+        assert list((tmp_path / "run").iterdir()) == []
+
+    def test_objects_of_a_killed_save_go_with_it(self, root: Store, tmp_path: Path) -> None:
+        save(root, b"gone", name="30")
+        leave_uncommitted(root, "30")
+        with pytest.raises(StoreError):
+            delete_checkpoint(
+                scripted(
+                    aged(root), Script(before=lambda operation, key: _fail(operation == "delete"))
+                ).scope("30")
+            )
+        report = swept(root)
+        assert reasons(report)[f"30/{manifest_key(2)}"] == FOLDER
+        assert list((tmp_path / "run").iterdir()) == []
+
+    def test_a_save_that_may_have_begun_keeps_the_folder(self, root: Store, tmp_path: Path) -> None:
+        self.leave(root)
+        (tmp_path / "run" / "30" / "d-0123456789abcdef").mkdir()
+        store = AgedStore(
+            root, {key: TWO_DAYS for key in all_keys(root) if "manifest" in key or "distcp" in key}
+        )
+        report = sweep(store, dry_run=False)
+        assert f"30/{manifest_key(2)}" not in reasons(report)
+        assert (tmp_path / "run" / "30" / "d-0123456789abcdef").is_dir()
+
+    def test_what_a_link_leads_to_is_left_alone(self, root: Store, tmp_path: Path) -> None:
+        outside = LocalStore(tmp_path / "elsewhere")
+        leave_replaced(outside, "10")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "best").symlink_to(tmp_path / "elsewhere" / "10")
+        before = outside.list()
+        assert swept(root).garbage == ()
+        assert outside.list() == before
+
+    def test_a_root_that_is_itself_a_link_is_swept(self, tmp_path: Path) -> None:
+        garbage = leave_replaced(LocalStore(tmp_path / "real"), "10")
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        assert reasons(swept(LocalStore(tmp_path / "link"))) == garbage
+
+    def test_temporary_files_go_and_names_of_others_stay(self, root: Store, tmp_path: Path) -> None:
+        save(root, b"one")
+        run = tmp_path / "run"
+        ours = {
+            ".tmp-0123456789abcdef01234567": b"12345",
+            "10/.tmp-0123456789abcdef01234567": b"1234",
+            "20/d-0123456789abcdef/.tmp-0123456789abcdef01234567": b"123",
+            ".trash-0123456789abcdef01234567/10/d-0123456789abcdef/0.distcp": b"12",
+        }
+        others = {
+            ".tmp-mine": b"1",
+            "10/.tmp-0123456789abcdef01234567.swp": b"1",
+            "logs/deep/.tmp-0123456789abcdef01234567": b"1",
+            "a b/.tmp-0123456789abcdef01234567": b"1",
+        }
+        for name, data in (ours | others).items():
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_bytes(data)
+        (run / "30" / "d-0123456789abcdef").mkdir(parents=True)
+        said = sweep(aged(root))
+        expected = {".trash-0123456789abcdef01234567", "30/d-0123456789abcdef", *list(ours)[:3]}
+        assert reasons(said).keys() == expected
+        assert sum(each.size_bytes for each in said.garbage) == 14
+        report = swept(root)
+        assert (report.removed_count, report.removed_bytes) == (5, 14)
+        assert all((run / name).exists() for name in others)
+        assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
+            "10",
+            "20",
+            "30",
+            "a b",
+            "logs",
+        ]
+        assert load(root) == b"one"
+
+    def test_a_file_that_is_being_written_stays(self, root: Store, tmp_path: Path) -> None:
+        (tmp_path / "run" / "20").mkdir(parents=True)
+        (tmp_path / "run" / "20" / ".tmp-0123456789abcdef01234567").write_bytes(b"1")
+        assert sweep(root).garbage == ()
+        assert len(sweep(root, older_than=NOTHING).garbage) == 1
+
+
+def _fail(is_wanted: bool) -> None:
+    if is_wanted:
+        raise StoreError("refused")
