@@ -1,4 +1,8 @@
-"""Servers and ranks that tests share: each is started when first asked for, and ended with the session."""
+"""Servers and ranks that tests share: each is started when first asked for, and ended with the session.
+
+Tests marked ``server`` ask for ``real_server``: SeaweedFS, or what ``--s3`` names, or the server that
+``TEST_S3_ENDPOINT_URL`` points at. So one suite tells what holds on which product.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import pytest
 from ranks import Ranks
 
 from remote_ckpt.testing.servers import (
+    CephServer,
     LocalServer,
     MiniStackServer,
     MotoServer,
@@ -18,7 +23,19 @@ from remote_ckpt.testing.servers import (
     SeaweedServer,
 )
 
+REAL_SERVERS: dict[str, type[LocalServer]] = {"seaweedfs": SeaweedServer, "ceph": CephServer}
+
 _numbers = itertools.count(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--s3",
+        choices=tuple(REAL_SERVERS),
+        default="seaweedfs",
+        help="what the tests marked 'server' run on, unless TEST_S3_ENDPOINT_URL names a running server "
+        "(with TEST_S3_ACCESS_KEY and TEST_S3_SECRET_KEY)",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +51,18 @@ def moto_server() -> Iterator[LocalServer]:
 
 
 @pytest.fixture(scope="session")
-def seaweed() -> Iterator[LocalServer]:
-    """SeaweedFS; or the server of ``TEST_S3_ENDPOINT_URL``, to run the same tests on another product."""
+def real_server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
+    """A server that checks signatures and keeps its data as it does in production."""
     endpoint_url = os.environ.get("TEST_S3_ENDPOINT_URL")
-    with _running(endpoint_url) if endpoint_url else SeaweedServer() as server:
+    chosen = REAL_SERVERS[request.config.getoption("--s3")]
+    with _running(endpoint_url) if endpoint_url else chosen() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def seaweed(real_server: LocalServer) -> LocalServer:
+    """The same: SeaweedFS, unless another was asked for."""
+    return real_server
 
 
 def _running(endpoint_url: str) -> LocalServer:

@@ -22,9 +22,6 @@ They need boto3, with which they find out that they serve. The scripts in ``test
 from remote_ckpt.testing.servers.base import (
     LocalServer,
     RunningServer,
-    find_program,
-    free_ports,
-    http_get,
     serve_until_interrupted,
 )
 from remote_ckpt.testing.servers.ceph import CephServer
@@ -32,6 +29,7 @@ from remote_ckpt.testing.servers.ministack import MiniStackServer
 from remote_ckpt.testing.servers.moto import MotoServer
 from remote_ckpt.testing.servers.rclone import RcloneServer
 from remote_ckpt.testing.servers.seaweed import SeaweedServer
+from remote_ckpt.testing.servers.system import find_program, free_ports, http_get
 
 __all__ = [
     "CephServer",

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import os
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from remote_ckpt.errors import MissingDependencyError, StoreUnavailableError
+from remote_ckpt.errors import StoreUnavailableError
+from remote_ckpt.testing.servers.system import (
+    HOST,
+    clean_environment,
+    find_program,
+    free_ports,
+    http_get,
+    uninterrupted,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-HOST = "127.0.0.1"
 _TRIES = 3
 _buckets = itertools.count(1)
 
@@ -168,7 +169,7 @@ class LocalServer:
     def _spawn(self, command: Sequence[str]) -> None:
         assert self._folder is not None  # set by start()
         folder = Path(self._folder.name)
-        with open(folder / f"log{len(self._processes)}", "wb") as log:
+        with open(folder / f"log{len(self._processes)}", "wb") as log, uninterrupted():
             process = subprocess.Popen(
                 command,
                 env={**clean_environment(), **self._environment(folder, self._ports)},
@@ -178,7 +179,7 @@ class LocalServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C ends us, and we end it
             )
-        self._processes.append(process)
+            self._processes.append(process)
 
     def _wait_until(self, is_ready: Callable[[], bool], give_up_at: float) -> None:
         while not is_ready():
@@ -206,6 +207,8 @@ class LocalServer:
             client.delete_bucket(**bucket)
         except (BotoCoreError, ClientError):
             return False
+        finally:
+            client.close()
         return is_served
 
     def _new_client(self, **config: Any) -> Any:
@@ -269,46 +272,3 @@ def serve_until_interrupted(server: LocalServer, *, bucket: str = "demo") -> Non
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # an impatient second one would leave processes behind
         server.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` different loopback ports that were free a moment ago."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
-def find_program(name: str, install: str) -> str:
-    """Return the path of a program beside this interpreter, or on ``PATH``.
-
-    Args:
-        name: Of the program.
-        install: The command that installs it, for the error.
-
-    Raises:
-        MissingDependencyError: It is in neither place.
-    """
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise MissingDependencyError(f"{name} is not installed: {install}")
-    return found
-
-
-def http_get(port: int, path: str) -> bytes | None:
-    """Return the body of any answer to ``GET path`` on loopback, or None if there is none yet."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().read()
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-
-
-def clean_environment() -> dict[str, str]:
-    """Return this process's environment without AWS settings, which are none of a test server's business."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from remote_ckpt.errors import StoreUnavailableError
 from remote_ckpt.options import GiB
-from remote_ckpt.testing.servers.base import HOST, LocalServer, clean_environment, find_program
+from remote_ckpt.testing.servers.base import LocalServer
+from remote_ckpt.testing.servers.system import HOST, clean_environment, find_program, uninterrupted
 
 INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd (Debian, Ubuntu; as root)"
 
@@ -139,15 +140,16 @@ class CephServer(LocalServer):
     def _run(self, folder: Path, *command: str) -> None:
         environment = {**clean_environment(), **self._environment(folder, self._ports)}
         try:
-            subprocess.run(
-                command,
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                check=True,
-                timeout=self._ready_seconds,
-            )
+            with uninterrupted():
+                subprocess.run(
+                    command,
+                    env=environment,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    check=True,
+                    timeout=self._ready_seconds,
+                )
         except subprocess.SubprocessError as error:
             output = getattr(error, "stderr", None) or b""
             said = output.decode(errors="replace")[-2000:]

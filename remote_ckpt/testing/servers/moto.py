@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from remote_ckpt.testing.servers.base import HOST, LocalServer, http_get
+from remote_ckpt.testing.servers.base import LocalServer
+from remote_ckpt.testing.servers.system import HOST, http_get
 
 
 class MotoServer(LocalServer):

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from remote_ckpt.testing.servers.base import HOST, LocalServer, http_get
+from remote_ckpt.testing.servers.base import LocalServer
+from remote_ckpt.testing.servers.system import HOST, http_get
 
 _ROLES = ("s3", "master", "volume", "filer")
 
