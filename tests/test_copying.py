@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol import Hook, Script, answers, expected_keys, keys_of, load, once, save
+from protocol import OPTIONS, Hook, Script, answers, expected_keys, keys_of, load, once, save, upload
 
 from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.commit import commit_save, finish_replacement, open_for_save
