@@ -9,7 +9,7 @@ import click
 import pytest
 
 from remote_ckpt.cli.access import Access, fitting_access
-from remote_ckpt.cli.table import Column, Painted, format_table
+from remote_ckpt.cli.table import Cell, Column, Painted, format_table
 from remote_ckpt.cli.text import (
     escape,
     format_age,
@@ -114,7 +114,7 @@ class TestTable:
         assert lines[1:] == ["模型     1  x", "e\u0301t\u00e9      2  x", "four     3  x"]
 
     def test_colours_do_not_shift_columns(self) -> None:
-        rows = [[Painted("a", "red"), "1", "x"], ["bb", "2", "x"]]
+        rows: list[list[Cell]] = [[Painted("a", "red"), "1", "x"], ["bb", "2", "x"]]
         plain = format_table(self.COLUMNS, rows, has_colours=False)
         painted = format_table(self.COLUMNS, rows, has_colours=True)
         assert "\x1b" not in plain

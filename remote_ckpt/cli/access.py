@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from remote_ckpt.directory import CheckpointDirectory
+    from remote_ckpt.place import Place
 
 Function = Callable[..., Any]
 
@@ -36,6 +37,20 @@ class Access:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     transport: str | None = None
     options: Options = field(default_factory=Options)
+
+    def place(self, root: str | Location) -> Place:
+        """Return a run's directory as the operations below :class:`CheckpointDirectory` take it.
+
+        It loads less: ``ls`` and ``latest`` are what scripts and people call most.
+        """
+        from remote_ckpt.place import place_of
+
+        return place_of(
+            parse_location(root),
+            storage_options=self.storage_options or None,
+            transport=self.transport,
+            options=self.options,
+        )
 
     def directory(self, root: str | Location) -> CheckpointDirectory:
         """Return a run's directory, which the caller closes."""

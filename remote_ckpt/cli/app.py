@@ -67,14 +67,6 @@ class App(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. A pipe that the reader has closed ends it quietly, as SIGPIPE would."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:  # click would make 1 of it, which means "no" here
-            drop_stdout()
-            return ExitCode.PIPE_CLOSED
-
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -111,6 +103,7 @@ def app() -> None:
 def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
     """Run, and return the exit code; whatever went wrong is told on stderr."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    stdout = sys.stdout
     try:
         code = int(run() or ExitCode.DONE)
         sys.stdout.flush()
@@ -118,6 +111,10 @@ def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         drop_stdout()
         return ExitCode.PIPE_CLOSED
+    except SystemExit:
+        if sys.stdout is stdout:
+            raise  # a completion is done
+        return ExitCode.PIPE_CLOSED  # click found the pipe closed, and wrapped it; its 1 would mean "no"
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return ExitCode.WRONG_CALL
@@ -133,12 +130,10 @@ def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
 
 
 def _tell(error: Exception, options: Sequence[str], *, message: str | None = None) -> None:
-    from remote_ckpt.cli.output import print_error
+    from remote_ckpt.cli.output import print_error, print_traceback
 
     if "--traceback" in options:
-        import traceback
-
-        traceback.print_exception(error)
+        print_traceback(error)
     print_error(error, is_json="--json" in options, message=message)
 
 

@@ -101,6 +101,14 @@ def print_error(error: BaseException, *, is_json: bool, message: str | None = No
     print(line, file=sys.stderr)
 
 
+def print_traceback(error: BaseException) -> None:
+    """Write where an error came from to stderr; no secret of a URL is repeated."""
+    import traceback
+
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        print(redact_url(line), file=sys.stderr)
+
+
 # --- JSON ------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from remote_ckpt.comparison import Comparison
     from remote_ckpt.verification import Problem, VerifyReport
 
+_NAMED_TENSORS = 3
 _DIFF_COLUMNS = (Column("name"), Column("what"), Column("first"), Column("second"))
 
 
@@ -129,7 +130,9 @@ def _report_text(verified: _Verified, out: Output) -> str:
 
 
 def _problem_text(problem: Problem) -> str:
-    tensors = f" (holds {', '.join(map(escape, problem.tensors))})" if problem.tensors else ""
+    named = ", ".join(map(escape, problem.tensors[:_NAMED_TENSORS]))
+    more = len(problem.tensors) - _NAMED_TENSORS
+    tensors = f" (holds {named}{f' and {more} more' if more > 0 else ''})" if named else ""
     return f"  {escape(problem.key)}: {escape(problem.message)}{tensors}"
 
 
@@ -152,6 +155,7 @@ def _comparison_text(comparison: Comparison, is_same: bool, out: Output) -> str:
     ]
     rows += [[escape(name), "undecided", "", ""] for name in comparison.undecided]
     if is_same:
-        return f"equal: {format_count(comparison.equal_count, 'entry')}"
+        noun = "entry" if comparison.equal_count == 1 else "entries"
+        return f"equal: {comparison.equal_count} {noun}"
     hint = "; --read-data decides the undecided ones" if comparison.undecided else ""
     return f"{out.table(_DIFF_COLUMNS, rows)}\n\n{len(rows)} differ, {comparison.equal_count} are equal{hint}"

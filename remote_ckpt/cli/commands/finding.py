@@ -19,8 +19,8 @@ from remote_ckpt.cli.text import escape, format_age_of, format_bytes, format_met
 from remote_ckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from remote_ckpt.directory import CheckpointDirectory
     from remote_ckpt.info import CheckpointInfo
+    from remote_ckpt.place import Place
 
 _COLUMNS = (
     Column("name"),
@@ -43,15 +43,20 @@ _COLUMNS = (
 @takes_output
 def ls(root: str, patterns: Sequence[str], access: Access, out: Output) -> None:
     """List the checkpoints of a run: steps by number, then named ones."""
-    with access.directory(root) as directory:
-        found = directory.list()
+    from remote_ckpt.discover import find_checkpoints
+    from remote_ckpt.info import describe
+
+    place = access.place(root)
+    with place.opened() as store:
+        found = [describe(place, entry) for entry in find_checkpoints(store)]
+    url = place.location.url
     infos = [info for info in found if matches(info.name, patterns)]
     for info in infos:
         if info.problem is not None:
             out.warn(f"{info.name} is damaged: {info.problem}")
     out.show(
-        lambda: {"root": directory.url, "checkpoints": infos},
-        lambda: out.table(_COLUMNS, map(_row, infos)) if infos else _say_empty(directory, bool(found)),
+        lambda: {"root": url, "checkpoints": infos},
+        lambda: out.table(_COLUMNS, map(_row, infos)) if infos else _say_empty(url, bool(found)),
     )
 
 
@@ -64,8 +69,9 @@ def ls(root: str, patterns: Sequence[str], access: Access, out: Output) -> None:
 @takes_output
 def latest(root: str, is_verified: bool, access: Access, out: Output) -> ExitCode | None:
     """Print the path or URL of the checkpoint with the highest step."""
-    with access.directory(root) as directory:
-        return _show_one(directory, directory.latest(verify=is_verified), "with a step", out)
+    place = access.place(root)
+    info = _latest_verified(access, root) if is_verified else _latest(place)
+    return _show_one(place, info, "with a step", out)
 
 
 @click.command()
@@ -79,7 +85,8 @@ def latest(root: str, is_verified: bool, access: Access, out: Output) -> ExitCod
 def best(root: str, metric: str, mode: Literal["min", "max"], access: Access, out: Output) -> ExitCode | None:
     """Print the path or URL of the checkpoint with the best value of a metric."""
     with access.directory(root) as directory:
-        return _show_one(directory, directory.best(metric, mode), f"with the metric {metric!r}", out)
+        info = directory.best(metric, mode)
+    return _show_one(access.place(root), info, f"with the metric {metric!r}", out)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -107,20 +114,31 @@ def _row(info: CheckpointInfo) -> list[Cell]:
     ]
 
 
-def _say_empty(directory: CheckpointDirectory, has_others: bool) -> str:
+def _say_empty(url: str, has_others: bool) -> str:
     if has_others:
-        return f"no checkpoint in {escape(directory.url)} has such a name"
-    is_missing = directory.url.startswith("/") and not Path(directory.url).exists()
-    return f"no checkpoints in {escape(directory.url)}" + (", which does not exist" if is_missing else "")
+        return f"no checkpoint in {escape(url)} has such a name"
+    is_missing = url.startswith("/") and not Path(url).exists()
+    return f"no checkpoints in {escape(url)}" + (", which does not exist" if is_missing else "")
 
 
-def _show_one(
-    directory: CheckpointDirectory, info: CheckpointInfo | None, which: str, out: Output
-) -> ExitCode | None:
+def _latest(place: Place) -> CheckpointInfo | None:
+    from remote_ckpt.discover import find_latest
+    from remote_ckpt.info import describe
+
+    with place.opened() as store:
+        entry = find_latest(store)
+    return None if entry is None else describe(place, entry)
+
+
+def _latest_verified(access: Access, root: str) -> CheckpointInfo | None:
+    with access.directory(root) as directory:
+        return directory.latest(verify=True)
+
+
+def _show_one(place: Place, info: CheckpointInfo | None, which: str, out: Output) -> ExitCode | None:
     if info is None:
-        return out.fail(
-            CheckpointNotFoundError(f"no checkpoint {which} in {directory.url}", url=directory.url)
-        )
+        url = place.location.url
+        return out.fail(CheckpointNotFoundError(f"no checkpoint {which} in {url}", url=url))
     # In a pipe as it is: a script takes it as an argument.
     out.show(lambda: {"checkpoint": info}, lambda: escape(info.url) if is_terminal(sys.stdout) else info.url)
     return None
