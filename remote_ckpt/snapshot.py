@@ -6,10 +6,11 @@ newest means damage, anything else that the checkpoint was replaced or deleted u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
+from remote_ckpt.collector import collector_paused
 from remote_ckpt.errors import (
     CheckpointChangedError,
     CheckpointDamagedError,
@@ -21,6 +22,7 @@ from remote_ckpt.index import Index, check_ranges, parse_index
 from remote_ckpt.integrity import read_verified
 from remote_ckpt.keys import STOCK_METADATA_NAME
 from remote_ckpt.manifest import Manifest
+from remote_ckpt.moves import run_all
 from remote_ckpt.newest import PLAIN_NAME, CheckpointKind, Standing, look, look_at_top
 from remote_ckpt.stock_contents import parse_stock_contents
 from remote_ckpt.stock_index import index_of_stock
@@ -48,6 +50,35 @@ class Snapshot:
     def url(self) -> str:
         """The checkpoint's URL without secrets."""
         return self.store.url
+
+    def listed_sizes(self) -> dict[str, int]:
+        """Return the bytes of each object that was listed."""
+        return {info.key: info.size_bytes for info in self.standing.infos}
+
+    def find_sizes(self, expected: Mapping[str, int], *, concurrency: int) -> dict[str, int]:
+        """Return the bytes of those of the expected objects that are there.
+
+        An object that the listing lacks, or shows with another size, is asked for by its key: a listing may
+        lag, and must not make a sound checkpoint look damaged.
+
+        Args:
+            expected: Keys and the sizes that they should have.
+            concurrency: Most requests at once.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        listed = self.listed_sizes()
+        sizes = {key: listed[key] for key in expected if key in listed}
+
+        def ask(key: str) -> None:
+            try:
+                sizes[key] = self.store.info(key).size_bytes
+            except ObjectNotFoundError:
+                sizes.pop(key, None)
+
+        run_all(ask, [key for key in expected if sizes.get(key) != expected[key]], concurrency=concurrency)
+        return sizes
 
     def require_unchanged(self) -> None:
         """Look again.
@@ -89,7 +120,8 @@ class Snapshot:
                 url=self.url,
                 key=PLAIN_NAME,
             )
-        return self._read_stock_index() if self.kind == "dcp" else self._read_own_index()
+        with collector_paused():
+            return self._read_stock_index() if self.kind == "dcp" else self._read_own_index()
 
     def _read_own_index(self) -> Index:
         manifest = self.require_manifest()

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "inert_pickle",
         "stock_contents",
         "stock_index",
+        "spans",
         "candidates",
         "verdicts",
     ),
@@ -37,12 +38,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Where bytes live.
     ("store",),
     # How they are moved and checked.
-    ("transfer", "integrity", "moves", "streams", "routes"),
+    ("transfer", "integrity", "moves", "streams", "routes", "object_check", "problems"),
     # Which checkpoints exist, and how one comes to exist.
     ("newest", "generation", "changes", "probe", "stock_metadata"),
     ("commit", "deletion", "discover", "copy_attempt", "copies", "stock_copies", "snapshot"),
     # A run's directory: operations over an open store, then what users call.
-    ("place", "contents"),
+    ("place", "contents", "own_check", "stock_check"),
     ("sweep_plan", "sweep_scan", "sweep_removal"),
     ("info", "pruning", "verification", "comparison", "usage", "sweep", "copying"),
     ("upkeep", "directory"),
