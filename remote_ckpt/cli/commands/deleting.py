@@ -15,6 +15,7 @@ from remote_ckpt.cli.several import Outcomes
 from remote_ckpt.cli.table import Cell, Column, Painted
 from remote_ckpt.cli.text import escape, format_age_of, format_bytes, format_count
 from remote_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError
+from remote_ckpt.progress import ProgressCounter
 
 if TYPE_CHECKING:
     from remote_ckpt.directory import CheckpointDirectory
@@ -47,11 +48,13 @@ def rm(paths: Sequence[str], is_sure: bool, access: Access, out: Output) -> Exit
     names = [parse_checkpoint(path) for path in dict.fromkeys(paths)]
     outcomes = Outcomes(out)
     removals: list[_Removal] = []
-    with access.directories() as directory_of:
+    with access.directories() as directory_of, out.progress("rm") as on_progress:
+        counter = ProgressCounter("delete", on_progress, total_objects=len(names))
         for named in names:
             with outcomes.of(named):
                 directory = directory_of(named.root)
                 removals.append(_remove(directory, named) if is_sure else _plan(directory, named))
+            counter.advance(done_objects=1)
     out.show(
         lambda: {"is_dry_run": not is_sure, "checkpoints": [_document(each) for each in removals]},
         lambda: _text(removals, is_sure, out) if removals else "",
