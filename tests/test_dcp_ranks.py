@@ -44,13 +44,13 @@ PLACEMENTS: dict[int, list[tuple[Any, ...]]] = {
 SHAPES = [(length,) for length in range(1, 10)] + [(2,), (5, 3), (1, 7, 3), (0, 4), (64, 33)]
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("real_server", marks=pytest.mark.server)])
 def where(
     request: pytest.FixtureRequest, tmp_path: Path, fresh_bucket: Callable[[LocalServer], str]
 ) -> Where:
     if request.param == "local":
         return str(tmp_path / "ck"), {}
-    server: LocalServer = request.getfixturevalue("ministack")
+    server: LocalServer = request.getfixturevalue(request.param)
     return f"s3://{fresh_bucket(server)}/run/ck", dict(server.storage_options())
 
 

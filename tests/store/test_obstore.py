@@ -62,14 +62,14 @@ class TestObstoreOnMoto(S3Contract):
 
 
 @pytest.mark.server
-class TestObstoreOnSeaweed(S3Contract):
+class TestObstoreOnRealServer(S3Contract):
     race_rounds: ClassVar[int] = 2
-    racers: ClassVar[int] = 3  # its lock is retried once a second: more would take long
+    racers: ClassVar[int] = 3  # SeaweedFS tries for its lock once a second: more would take long
 
     @pytest.fixture
-    def store(self, seaweed: LocalServer, fresh_root: FreshRoot) -> Store:
-        self.server = seaweed
-        return open_on(seaweed, fresh_root(seaweed))
+    def store(self, real_server: LocalServer, fresh_root: FreshRoot) -> Store:
+        self.server = real_server
+        return open_on(real_server, fresh_root(real_server))
 
 
 class SourceError(Exception):
@@ -101,7 +101,7 @@ VERBS: dict[str, Callable[[Store], object]] = {
 
 
 class TestUploads:
-    @pytest.fixture(params=["ministack", pytest.param("seaweed", marks=pytest.mark.server)])
+    @pytest.fixture(params=["ministack", pytest.param("real_server", marks=pytest.mark.server)])
     def server(self, request: pytest.FixtureRequest) -> LocalServer:
         found: LocalServer = request.getfixturevalue(request.param)
         return found
@@ -172,18 +172,18 @@ class TestRefusedCredentials:
     @pytest.mark.parametrize("verb", VERBS)
     @pytest.mark.parametrize("wrong", [{"secret": "s3cretwrong"}, {"key": "nobody", "secret": "s3cretwrong"}])
     def test_every_verb_says_access_denied_and_shows_no_secret(
-        self, seaweed: LocalServer, fresh_root: FreshRoot, verb: str, wrong: dict[str, str]
+        self, real_server: LocalServer, fresh_root: FreshRoot, verb: str, wrong: dict[str, str]
     ) -> None:
-        store = open_on(seaweed, fresh_root(seaweed), **wrong)
+        store = open_on(real_server, fresh_root(real_server), **wrong)
         with pytest.raises(AccessDeniedError) as caught:
             VERBS[verb](store)
         shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(store)
         assert "s3cretwrong" not in shown
 
     def test_a_refused_delete_is_reported_for_each_key(
-        self, seaweed: LocalServer, fresh_root: FreshRoot
+        self, real_server: LocalServer, fresh_root: FreshRoot
     ) -> None:
-        failures = open_on(seaweed, fresh_root(seaweed), secret="wrong").delete(["a", "b"])
+        failures = open_on(real_server, fresh_root(real_server), secret="wrong").delete(["a", "b"])
         assert [(failure.key, type(failure.error)) for failure in failures] == [
             ("a", AccessDeniedError),
             ("b", AccessDeniedError),

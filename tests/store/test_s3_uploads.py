@@ -20,7 +20,7 @@ from remote_ckpt.url import parse_location
 NOW = datetime.now(timezone.utc)
 
 
-@pytest.fixture(params=["ministack", pytest.param("seaweed", marks=pytest.mark.server)])
+@pytest.fixture(params=["ministack", pytest.param("real_server", marks=pytest.mark.server)])
 def server(request: pytest.FixtureRequest) -> LocalServer:
     found: LocalServer = request.getfixturevalue(request.param)
     return found
