@@ -123,7 +123,7 @@ class TestExitCodes:
         def fail(*_: object) -> None:
             raise KeyError("bug")
 
-        monkeypatch.setattr("remote_ckpt.directory.CheckpointDirectory.list", fail)
+        monkeypatch.setattr("remote_ckpt.discover.find_checkpoints", fail)
         failed = run("ls", root)
         assert (failed.code, failed.stdout) == (70, "")
         assert failed.stderr == "error: unexpected KeyError: 'bug' (--traceback shows where)\n"
@@ -132,7 +132,7 @@ class TestExitCodes:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("remote_ckpt.directory.CheckpointDirectory.list", interrupt)
+        monkeypatch.setattr("remote_ckpt.discover.find_checkpoints", interrupt)
         stopped = run("ls", root)
         assert (stopped.code, stopped.stdout) == (130, "")
         assert stopped.stderr.strip() == "error: interrupted"
