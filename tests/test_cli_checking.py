@@ -157,7 +157,7 @@ class TestDiff:
         assert found["more"] == ["only in second"]
         assert found["model.bias"][0] == "values"
         assert found["model.weight"][0] == "shape"
-        assert different.lines[-1] == "4 differ, 0 are equal"
+        assert different.lines[-1] == "4 differences, 0 undecided, 0 equal"
 
     def test_json_lists_the_same(self, url: str) -> None:
         first, second = (
@@ -190,7 +190,9 @@ class TestDiff:
         different = run("diff", first, second)
         assert different.code == 1
         assert ["w", "undecided"] in different.rows
-        assert different.lines[-1].endswith("; --read-data decides the undecided ones")
+        assert different.lines[-1] == (
+            "0 differences, 1 undecided, 0 equal; --read-data decides the undecided ones"
+        )
         decided = run("diff", first, second, "--read-data")
         assert (decided.code, decided.stdout) == (0, "equal: 1 entry\n")
 

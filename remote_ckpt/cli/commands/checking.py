@@ -93,12 +93,11 @@ def diff(
         comparison = directory.compare(
             one.name, other.name, other=other_directory, read_data=is_data_read, on_progress=on_progress
         )
-    is_same = comparison.is_equal and not comparison.undecided
     out.show(
-        lambda: _comparison_document(one, other, comparison, is_same),
-        lambda: _comparison_text(comparison, is_same, out),
+        lambda: _comparison_document(one, other, comparison),
+        lambda: _comparison_text(comparison, is_data_read, out),
     )
-    return ExitCode.DONE if is_same else ExitCode.NO
+    return ExitCode.DONE if comparison.is_equal else ExitCode.NO
 
 
 # --- verify ----------------------------------------------------------------------------------------------
@@ -139,23 +138,23 @@ def _problem_text(problem: Problem) -> str:
 # --- diff ------------------------------------------------------------------------------------------------
 
 
-def _comparison_document(
-    first: Named, second: Named, comparison: Comparison, is_same: bool
-) -> dict[str, Any]:
+def _comparison_document(first: Named, second: Named, comparison: Comparison) -> dict[str, Any]:
     document: dict[str, Any] = plain(comparison)
-    return {"first": first.url, "second": second.url, "is_equal": is_same, **document}
+    return {"first": first.url, "second": second.url, "is_equal": comparison.is_equal, **document}
 
 
-def _comparison_text(comparison: Comparison, is_same: bool, out: Output) -> str:
+def _comparison_text(comparison: Comparison, is_data_read: bool, out: Output) -> str:
     rows: list[list[Cell]] = [[escape(name), "only in first", "", ""] for name in comparison.only_first]
     rows += [[escape(name), "only in second", "", ""] for name in comparison.only_second]
     rows += [
         [escape(change.name), change.what, escape(change.first), escape(change.second)]
         for change in comparison.changes
     ]
+    difference_count, undecided_count = len(rows), len(comparison.undecided)
     rows += [[escape(name), "undecided", "", ""] for name in comparison.undecided]
-    if is_same:
+    if comparison.is_equal:
         noun = "entry" if comparison.equal_count == 1 else "entries"
         return f"equal: {comparison.equal_count} {noun}"
-    hint = "; --read-data decides the undecided ones" if comparison.undecided else ""
-    return f"{out.table(_DIFF_COLUMNS, rows)}\n\n{len(rows)} differ, {comparison.equal_count} are equal{hint}"
+    hint = "; --read-data decides the undecided ones" if undecided_count and not is_data_read else ""
+    counts = f"{format_count(difference_count, 'difference')}, {undecided_count} undecided"
+    return f"{out.table(_DIFF_COLUMNS, rows)}\n\n{counts}, {comparison.equal_count} equal{hint}"
