@@ -133,6 +133,13 @@ def frame_tensor(dtype: str, sizes: Sequence[int], payload_bytes: int) -> Tensor
     return frame
 
 
+def tensor_pickle(dtype: str, sizes: Sequence[int]) -> bytes:
+    """Return the pickle in the archive of a dense row-major tensor; arguments and errors as above."""
+    if dtype not in SUPPORTED_DTYPES:
+        raise ConfigError(f"no archive framing for dtype {dtype!r}")
+    return _tensor_pickle(dtype, tuple(sizes), math.prod(sizes) * SUPPORTED_DTYPES[dtype])
+
+
 @lru_cache(maxsize=4096)
 def _frame(dtype: str, sizes: tuple[int, ...]) -> TensorFrame:
     item_bytes = SUPPORTED_DTYPES.get(dtype)

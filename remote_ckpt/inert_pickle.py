@@ -52,6 +52,19 @@ class Record:
         self.state: Any = None
 
 
+class Persistent:
+    """What is not in the pickle but beside it, as ``torch.save`` keeps storages.
+
+    Args:
+        name: Its persistent id: any value.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+
 class MalformedPickleError(ValueError):
     """Not a pickle of plain data, cut, or not what the format says."""
 
@@ -257,6 +270,9 @@ class _Machine:
             raise MalformedPickleError("an object that is given its state twice")
         record.state = state
 
+    def refer_beside(self) -> None:
+        self.stack[-1] = Persistent(self.stack[-1])
+
     # --- references to what was there before
 
     def put(self) -> None:
@@ -312,9 +328,10 @@ _BY_OPCODE: dict[bytes, Callable[[_Machine], None]] = {
     b"R": _Machine.call,
     b"\x81": _Machine.call,
     b"b": _Machine.build,
+    b"Q": _Machine.refer_beside,
     b"q": _Machine.put,
     b"r": _Machine.long_put,
 }
 _OPERATIONS: Final = [_BY_OPCODE.get(bytes([opcode]), _refuse) for opcode in range(256)]
 
-__all__ = ["MalformedPickleError", "Named", "Record", "parse_pickle"]
+__all__ = ["MalformedPickleError", "Named", "Persistent", "Record", "parse_pickle"]

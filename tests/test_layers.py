@@ -30,6 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stock_contents",
         "stock_index",
         "spans",
+        "overlaps",
+        "stock_payload",
         "candidates",
         "verdicts",
     ),
@@ -43,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("newest", "generation", "changes", "probe", "stock_metadata"),
     ("commit", "deletion", "discover", "copy_attempt", "copies", "stock_copies", "snapshot"),
     # A run's directory: operations over an open store, then what users call.
-    ("place", "contents", "own_check", "stock_check"),
+    ("place", "contents", "own_check", "stock_check", "sides", "element_comparison"),
     ("sweep_plan", "sweep_scan", "sweep_removal"),
     ("info", "pruning", "verification", "comparison", "usage", "sweep", "copying"),
     ("upkeep", "directory"),
