@@ -4,16 +4,23 @@ STORE ?= seaweed
 # Where pip finds torch's CPU wheels, if the configured index has only the CUDA ones (several GB).
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# How often each race is run; a few times, if it is not said.
+ROUNDS ?=
 
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
 torch := torch==2.13.0
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv demo test check docs bench clean
+races := $(if $(ROUNDS),REMOTE_CKPT_ROUNDS=$(ROUNDS))
+minio := docker compose --project-name remote-ckpt-test
+minio_access := TEST_S3_ENDPOINT_URL=http://127.0.0.1:9000 \
+	TEST_S3_ACCESS_KEY=minioadmin TEST_S3_SECRET_KEY=minioadmin
+
+.PHONY: help venv demo test test-servers test-minio check docs bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: $(installed)  ## make the environment in .venv
 
@@ -28,7 +35,18 @@ demo: $(installed)  ## train, kill a rank inside a save, resume, compare; STORE=
 	$(bin)/python scripts/demo.py $(STORE)
 
 test: $(installed)  ## run the whole suite, with its servers; PYTEST_ARGS is passed on
-	$(bin)/python -m pytest $(PYTEST_ARGS)
+	$(races) $(bin)/python -m pytest $(PYTEST_ARGS)
+
+test-servers: $(installed)  ## run what needs a real server on Ceph; ROUNDS=200 repeats each race
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { \
+		echo "Ceph is missing. Debian and Ubuntu have it, as root:" \
+		"apt-get install --no-install-recommends radosgw ceph-mon ceph-osd" >&2; exit 1; }
+	$(races) $(bin)/python -m pytest -m server --s3 ceph $(PYTEST_ARGS)
+
+test-minio: $(installed)  ## the same on MinIO, in Docker
+	$(minio) up --detach --wait minio
+	@status=0; $(races) $(minio_access) $(bin)/python -m pytest -m server $(PYTEST_ARGS) || status=$$?; \
+		$(minio) down --volumes; exit $$status
 
 check: $(installed)  ## lint, formatting, types
 	$(bin)/ruff check .

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,6 +27,7 @@ from remote_ckpt.testing.servers import (
 REAL_SERVERS: dict[str, type[LocalServer]] = {"seaweedfs": SeaweedServer, "ceph": CephServer}
 
 _numbers = itertools.count(1)
+_session = uuid.uuid4().hex[:8]  # a running server still has the buckets of earlier sessions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,7 +84,7 @@ def rclone() -> Iterator[LocalServer]:
 @pytest.fixture(scope="session")
 def fresh_bucket() -> Callable[[LocalServer], str]:
     """Return a function that makes an empty bucket on a server and returns its name."""
-    return lambda server: server.create_bucket(f"bucket-{next(_numbers)}")
+    return lambda server: server.create_bucket(f"bucket-{_session}-{next(_numbers)}")
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +94,7 @@ def fresh_root() -> Callable[[LocalServer], str]:
 
     def fresh(server: LocalServer) -> str:
         if server.endpoint_url not in buckets:
-            buckets[server.endpoint_url] = server.create_bucket("shared")
+            buckets[server.endpoint_url] = server.create_bucket(f"shared-{_session}")
         return f"s3://{buckets[server.endpoint_url]}/{next(_numbers)}/ckpt"
 
     return fresh

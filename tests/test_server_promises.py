@@ -1,0 +1,109 @@
+"""What a store must be able to do before anything is saved there, asked of servers that differ in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remote_ckpt import (
+    CommitOptions,
+    Options,
+    UnsupportedStoreError,
+    find_all_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from remote_ckpt.errors import ObjectExistsError, StoreError
+from remote_ckpt.store import open_store
+from remote_ckpt.testing.servers import LocalServer
+
+FreshBucket = Callable[[LocalServer], str]
+SINGLE_WRITER = Options(commit=CommitOptions(accept_single_writer=True))
+
+pytestmark = pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+
+
+@pytest.fixture(params=["ministack", "moto_server", pytest.param("real_server", marks=pytest.mark.server)])
+def server(request: pytest.FixtureRequest) -> LocalServer:
+    found: LocalServer = request.getfixturevalue(request.param)
+    return found
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def objects_in(server: LocalServer, bucket: str) -> list[str]:
+    return [each["Key"] for each in server.client().list_objects_v2(Bucket=bucket).get("Contents", ())]
+
+
+def make_versioned(server: LocalServer, bucket: str) -> str:
+    server.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    return bucket
+
+
+def honours_create_only(server: LocalServer, bucket: str) -> bool:
+    """Ask with a raw hand. Ceph 16 makes a second version in a versioned bucket."""
+    client, target = server.client(), {"Bucket": bucket, "Key": "raw", "IfNoneMatch": "*"}
+    client.put_object(**target, Body=b"first")
+    try:
+        client.put_object(**target, Body=b"second")
+    except client.exceptions.ClientError as error:
+        return bool(error.response["ResponseMetadata"]["HTTPStatusCode"] == 412)
+    return False
+
+
+def test_a_versioned_bucket_is_used_where_it_honours_create_only_and_refused_where_not(
+    server: LocalServer, fresh_bucket: FreshBucket, transport: str
+) -> None:
+    bucket = make_versioned(server, fresh_bucket(server))
+    access: dict[str, Any] = {"storage_options": server.storage_options(), "transport": transport}
+    url = f"s3://{bucket}/run/1"
+    if honours_create_only(server, bucket):
+        save_checkpoint(url, iteration=1, model=model_of(1.0), **access)
+        store = open_store(f"s3://{bucket}", **access)
+        with pytest.raises(ObjectExistsError):
+            store.create("raw", b"third")
+    else:
+        with pytest.raises(UnsupportedStoreError, match="a second write replaced the first"):
+            save_checkpoint(url, iteration=1, model=model_of(1.0), **access)
+        assert objects_in(server, bucket) == ["raw"]
+
+
+def test_rclone_is_refused_before_anything_is_saved(
+    rclone: LocalServer, fresh_bucket: FreshBucket, transport: str
+) -> None:
+    bucket = fresh_bucket(rclone)
+    access: dict[str, Any] = {"storage_options": rclone.storage_options(), "transport": transport}
+    with pytest.raises(UnsupportedStoreError, match="a second write replaced the first") as raised:
+        save_checkpoint(f"s3://{bucket}/run/1", iteration=1, model=model_of(1.0), **access)
+    assert "accept_single_writer=True if only one job ever saves here" in str(raised.value)
+    assert objects_in(rclone, bucket) == []
+
+
+def test_rclone_serves_a_single_writer_who_accepts_that_but_obstore_gets_no_ranges_from_it(
+    rclone: LocalServer, fresh_bucket: FreshBucket, transport: str
+) -> None:
+    root = f"s3://{fresh_bucket(rclone)}/run"
+    access: dict[str, Any] = {
+        "storage_options": rclone.storage_options(),
+        "transport": transport,
+        "options": SINGLE_WRITER,
+    }
+    save_checkpoint(f"{root}/1", iteration=1, model=model_of(1.0), **access)
+    assert [path.name for path in find_all_checkpoints(root, **access)] == ["1"]
+    model = model_of(0.0)
+    if transport == "obstore":
+        with pytest.raises(StoreError, match="non-partial"):
+            load_checkpoint(f"{root}/1", model=model, **access)
+    else:
+        load_checkpoint(f"{root}/1", model=model, **access)
+        assert [parameter.unique().tolist() for parameter in model.parameters()] == [[1.0], [1.0]]
