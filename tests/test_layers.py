@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stock_index",
         "spans",
         "overlaps",
+        "checksum_comparison",
         "stock_payload",
         "candidates",
         "verdicts",
