@@ -214,3 +214,62 @@ def test_verify_warns_on_stderr_of_what_it_could_not_check(url: str) -> None:
     warnings = verified.document["checkpoints"][0]["warnings"]
     assert len(warnings) == 1
     assert verified.stderr == f"warning: {url}/eval: {warnings[0]}\n"
+
+
+class TestDu:
+    @pytest.fixture
+    def used(self, url: str) -> str:
+        """Two checkpoints, a save that was killed, and a file of somebody else."""
+        save(url, "1")
+        save(url, "2")
+        with opened(url) as root:
+            protocol.upload(root.scope("3", create=True), b"half", name="3")
+            root.write("notes/todo.txt", b"12345")
+        return url
+
+    def test_each_checkpoint_its_leftovers_and_what_is_not_ours(self, used: str) -> None:
+        measured = run("du", used)
+        assert (measured.code, measured.stderr) == (0, "")
+        assert measured.rows[0] == ["name", "kind", "objects", "size", "left over"]
+        kinds = [row[:2] for row in measured.rows[1:4]]
+        assert kinds == [["1", "remote_ckpt"], ["2", "remote_ckpt"], ["3", "none"]]
+        assert measured.rows[1][4] == "0 B"
+        assert measured.rows[3][2:4] == ["0", "0 B"]
+        assert measured.lines[-1].endswith(", not ours 5 B in 1 object")
+
+    def test_json_counts_in_bytes(self, used: str) -> None:
+        document = run_json("du", used)
+        assert set(document) == {
+            *(
+                "root",
+                "checkpoints",
+                "remains",
+                "total_bytes",
+                "leftover_bytes",
+                "other_count",
+                "other_bytes",
+            ),
+        }
+        assert set(document["checkpoints"][0]) == {
+            *("name", "step", "kind", "object_count", "total_bytes", "leftover_bytes"),
+        }
+        with opened(used) as root:
+            sizes = {info.key: info.size_bytes for info in root.list("")}
+        half_made = sum(size for key, size in sizes.items() if key.startswith("3/"))
+        assert (document["root"], document["other_count"], document["other_bytes"]) == (used, 1, 5)
+        assert [(each["name"], each["total_bytes"]) for each in document["remains"]] == [("3", half_made)]
+        assert document["leftover_bytes"] == half_made
+        counted = document["total_bytes"] + document["leftover_bytes"] + document["other_bytes"]
+        assert counted == sum(sizes.values())
+
+    def test_what_a_deleted_one_leaves_is_shown_as_left_over(self) -> None:
+        url = f"memory://cli-du-{next(_numbers)}/run"
+        assert run("rm", save(url, "1"), "--yes").code == 0
+        assert run("du", url).rows[1][:4] == ["1", "none", "0", "0 B"]
+
+    def test_an_empty_directory_is_said_plainly(self, url: str) -> None:
+        measured = run("du", url)
+        assert (measured.code, measured.stdout) == (
+            0,
+            f"no checkpoints in {url}: checkpoints 0 B, left over 0 B\n",
+        )

@@ -12,7 +12,7 @@ from remote_ckpt.cli.table import Cell, Column, Painted
 from remote_ckpt.cli.text import escape, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from remote_ckpt.usage import CheckpointUsage, Usage
+    from remote_ckpt.usage import CheckpointUsage, Remains, Usage
 
 _COLUMNS = (
     Column("name"),
@@ -31,30 +31,34 @@ def du(root: str, access: Access, out: Output) -> None:
     """Show how much space each checkpoint takes, and what no checkpoint needs (see sweep)."""
     with access.directory(root) as directory:
         usage = directory.usage()
-    out.show(lambda: _document(directory.url, usage), lambda: _text(directory.url, usage, out))
+    out.show(lambda: _document(usage), lambda: _text(usage, out))
 
 
-def _document(root: str, usage: Usage) -> dict[str, Any]:
+def _document(usage: Usage) -> dict[str, Any]:
     document: dict[str, Any] = plain(usage)
-    totals = {"total_bytes": usage.total_bytes, "leftover_bytes": usage.leftover_bytes}
-    return {"root": root, **document, **totals}
+    return {"root": document.pop("url"), **document, "total_bytes": usage.total_bytes}
 
 
-def _text(root: str, usage: Usage, out: Output) -> str:
+def _text(usage: Usage, out: Output) -> str:
     totals = f"checkpoints {format_bytes(usage.total_bytes)}, left over {format_bytes(usage.leftover_bytes)}"
     if usage.other_count:
         others = format_count(usage.other_count, "object")
         totals += f", not ours {format_bytes(usage.other_bytes)} in {others}"
-    if not usage.checkpoints:
-        return f"no checkpoints in {escape(root)}: {totals}"
-    return f"{out.table(_COLUMNS, map(_row, usage.checkpoints))}\n\n{totals}"
+    rows = [*map(_row, usage.checkpoints), *map(_remains_row, usage.remains)]
+    if not rows:
+        return f"no checkpoints in {escape(usage.url)}: {totals}"
+    return f"{out.table(_COLUMNS, rows)}\n\n{totals}"
 
 
 def _row(each: CheckpointUsage) -> list[Cell]:
     return [
         Painted(each.name, "bold"),
-        each.kind or ("deleted" if each.is_deleted else "none"),
+        each.kind,
         str(each.object_count),
         format_bytes(each.total_bytes),
-        format_bytes(each.leftover_bytes) if each.leftover_count else "-",
+        format_bytes(each.leftover_bytes),
     ]
+
+
+def _remains_row(each: Remains) -> list[Cell]:
+    return [each.name, "none", "0", format_bytes(0), format_bytes(each.total_bytes)]
