@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ from remote_ckpt.resumed import names_in_use
 from remote_ckpt.retention import Candidate, RetentionPlan, plan_retention
 from remote_ckpt.store.base import Store
 from remote_ckpt.sweep import SweepReport, sweep
-from remote_ckpt.url import check_name
+from remote_ckpt.url import Location, check_name
 from remote_ckpt.usage import Usage, measure_usage
 from remote_ckpt.verification import VerifyReport, verify_checkpoint
 
@@ -71,7 +71,7 @@ class CheckpointDirectory:
 
     def __init__(
         self,
-        root: CheckpointPath,
+        root: CheckpointPath | Location,
         *,
         policy: RetentionPolicy | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -348,12 +348,22 @@ class CheckpointDirectory:
         elif name is not None:
             raise ConfigError("name= is for one checkpoint: give step= too")
         else:
-            pairs = [(each, each) for each in self._missing_from(there)]
+            pairs = [(info.name, info.name) for info in self.missing_from(there)]
         for source, target in pairs:
             copy_across(
                 self._place, source, there._place, target, overwrite=overwrite, on_progress=on_progress
             )
         return [there.info(target) for _, target in pairs]
+
+    def missing_from(self, other: CheckpointDirectory) -> Checkpoints:
+        """Return what :meth:`copy_to` would copy: the sound ones of which ``other`` does not hold the same.
+
+        Raises:
+            StoreError: A request failed.
+        """
+        present = {info.name: info for info in other.list()}
+        found = [info for info in self.list() if not info.is_damaged]
+        return [info for info in found if not _is_copy(info, present.get(info.name))]
 
     # --- deleting ------------------------------------------------------------------------------------
 
@@ -509,12 +519,6 @@ class CheckpointDirectory:
             transport=place.transport if transport is None else transport,
             options=place.options,
         )
-
-    def _missing_from(self, there: CheckpointDirectory) -> Sequence[str]:
-        """Names of sound checkpoints here that there is no equal of there."""
-        present = {info.name: info for info in there.list()}
-        found = [info for info in self.list() if not info.is_damaged]
-        return [info.name for info in found if not _is_copy(info, present.get(info.name))]
 
     @contextmanager
     def _opened(self) -> Iterator[Store]:
