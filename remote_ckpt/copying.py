@@ -109,7 +109,7 @@ def _plan_route(
     if not _may_share(source, target, paths):
         return apart
     if paths[0][:-1] == paths[1][:-1]:
-        return route_within(target_root, paths[0][-1], paths[1][-1])
+        return route_within(target_root, name, target_name)
     return replace(apart, shared=_find_shared(target, target_root, paths, stores))
 
 
