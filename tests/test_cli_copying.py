@@ -11,6 +11,7 @@ import pytest
 from cli_runs import run, run_json
 
 from remote_ckpt.changes import set_pinned
+from remote_ckpt.keys import manifest_key
 from remote_ckpt.store import open_store
 
 _numbers = itertools.count()
@@ -53,7 +54,16 @@ class TestOne:
 
     def test_json_describes_the_copy(self, source: Path, target: str) -> None:
         document = run_json("cp", source / "1", f"{target}/1")
+        assert set(document) == {"root", "is_dry_run", "planned", "checkpoints"}
+        assert (document["root"], document["is_dry_run"]) == (target, False)
         assert [info["url"] for info in document["checkpoints"]] == [f"{target}/1"]
+
+    def test_a_dry_run_copies_nothing(self, source: Path, target: str) -> None:
+        planned = run("cp", source / "1", f"{target}/copy", "--dry-run")
+        assert (planned.code, planned.stderr) == (0, "")
+        assert planned.lines[0].startswith(f"would copy {source}/1 to {target}/copy: ")
+        assert planned.lines[1].startswith("1 checkpoint, ")
+        assert names(target) == []
 
     def test_within_one_directory_too(self, source: Path) -> None:
         assert run("cp", source / "1", source / "1_keep").code == 0
@@ -105,7 +115,7 @@ class TestAll:
         ]
         assert names(target) == ["1", "2", "best"]
         again = run("cp", "--all", source, target)
-        assert (again.code, again.stdout) == (0, f"nothing to copy: {target} holds all\n")
+        assert (again.code, again.stdout) == (0, f"nothing to copy: {target} has it all\n")
         save(source, "3")
         assert [info["name"] for info in run_json("cp", "--all", source, target)["checkpoints"]] == ["3"]
 
@@ -116,3 +126,27 @@ class TestAll:
         assert load(target, "2") == b"old"
         assert run("cp", "--all", source, target, "--overwrite").code == 0
         assert load(target, "2") == b"source"
+
+    def test_a_dry_run_shows_what_is_missing(self, source: Path, target: str) -> None:
+        run("cp", source / "1", f"{target}/1")
+        document = run_json("cp", "--all", source, target, "--dry-run")
+        assert [(each["source"], each["name"]) for each in document["planned"]] == [(f"{source}/2", "2")]
+        assert document["checkpoints"] == []
+        assert names(target) == ["1"]
+
+    def test_one_that_cannot_be_copied_does_not_keep_the_others(self, source: Path, target: str) -> None:
+        save(target, "1", payload=b"old")
+        save(source, "3", payload=b"source")
+        copied = run("cp", "--all", source, target)
+        assert (copied.code, len(copied.lines)) == (5, 2)
+        assert "exists" in copied.stderr
+        assert load(target, "1") == b"old"
+        assert names(target) == ["1", "2", "3"]
+
+    def test_a_damaged_one_is_told_of_and_the_sound_ones_are_copied(self, source: Path, target: str) -> None:
+        with closing(open_store(str(source))) as root:
+            root.write(f"1/{manifest_key(1)}", b"{")
+        copied = run("cp", "--all", source, target)
+        assert copied.code == 6
+        assert copied.stderr.startswith("error: 1 is not copied: ")
+        assert names(target) == ["2"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from remote_ckpt.cli.access import Named
 from remote_ckpt.cli.exits import ExitCode
@@ -21,19 +21,23 @@ class Outcomes:
         self._out = out
         self._codes: list[ExitCode] = []
 
-    @contextmanager
-    def of(self, named: Named) -> Iterator[None]:
+    def of(self, named: Named) -> AbstractContextManager[None]:
         """Deal with one checkpoint: an error of it is told, and the next one has its turn.
 
         A wrong call ends the command: it is as wrong for the others.
         """
+        return self.of_url(named.url, named.name)
+
+    @contextmanager
+    def of_url(self, url: str, name: str) -> Iterator[None]:
+        """Like :meth:`of`."""
         try:
             yield
         except ConfigError:
             raise
         except RemoteCkptError as error:
-            error.url = error.url or named.url
-            error.step = named.name if error.step is None else error.step
+            error.url = error.url or url
+            error.step = name if error.step is None else error.step
             self._codes.append(self._out.fail(error))
 
     def say_no(self) -> None:
