@@ -772,7 +772,7 @@ def test_it_ends_at_once_whatever_is_under_way(store: FaultProxy, fault: Fault) 
         wait_until(lambda: bool(proxy.injections[0].fired))
         began = time.monotonic()
         proxy.stop()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert CONTENT not in receive_until(client, CONTENT)
     assert set(threading.enumerate()) - before == set()
     with pytest.raises(ConnectionRefusedError):

@@ -16,7 +16,7 @@ _PACED_BYTES: Final = 16 * KiB
 
 @dataclass(frozen=True, slots=True)
 class StreamFault(ABC):
-    """Changes a body as it passes, without holding it.
+    """Changes a body as it passes, without holding it. A message without one passes as it is.
 
     Args:
         side: The message that is changed.
@@ -27,13 +27,18 @@ class StreamFault(ABC):
     async def apply(self, call: Call, proceed: Proceed) -> Answer:
         """See :meth:`Fault.apply`."""
         if self.side == "request":
-            return await proceed(replace(call, body=self.stream(call.body, _length(call.headers))))
+            return await proceed(replace(call, body=self._changed(call.body, call.headers)))
         answer = await proceed(call)
-        return replace(answer, body=self.stream(answer.body, _length(answer.headers)))
+        return replace(answer, body=self._changed(answer.body, answer.headers))
+
+    def _changed(self, body: Body, headers: Mapping[str, str]) -> Body:
+        size_bytes = int(headers.get("content-length", 0))
+        is_empty = "content-length" in headers and not size_bytes
+        return body if is_empty else self.stream(body, size_bytes)
 
     @abstractmethod
     def stream(self, body: Body, size_bytes: int) -> Body:
-        """Yield the body as it is passed on; ``size_bytes`` is its announced length."""
+        """Yield the body as it is passed on; ``size_bytes`` is its announced length, 0 if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +197,6 @@ class Surround(ContentFault):
     def alter(self, content: bytes) -> bytes:
         """See :meth:`ContentFault.alter`."""
         return self.head + content + self.tail
-
-
-def _length(headers: Mapping[str, str]) -> int:
-    return int(headers.get("content-length", 0))
 
 
 def _half(given: int | None, size_bytes: int) -> int:

@@ -59,6 +59,12 @@ class Call:
         """See :func:`operation_of`."""
         return operation_of(self.method, self.path, self.query, self.headers)
 
+    @property
+    def target(self) -> str:
+        """What is asked for: the same each time that a request is repeated, however it is signed."""
+        asked = [(name, text) for name, text in parse_qsl(self.query) if not _is_of_signature(name)]
+        return f"{self.operation} {self.path} {sorted(asked)}"
+
     def with_content(self, data: bytes) -> Call:
         """Return the call with another body, and its length."""
         headers = {**self.headers, "content-length": str(len(data))}
@@ -113,6 +119,10 @@ async def drain(body: Body) -> None:
     """Read a body to its end, and forget it."""
     async for _ in body:
         pass
+
+
+def _is_of_signature(name: str) -> bool:
+    return name.lower().startswith("x-amz-") or name in ("AWSAccessKeyId", "Signature", "Expires")
 
 
 def operation_of(method: str, path: str, query: str, headers: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ class Rule:
         first: Fire for so many.
         every: Fire for every n-th.
         after: Fire for all but the first so many.
+        per_target: Count the requests of each target for themselves: ``first=1`` lets every one fail once.
 
     Raises:
         ConfigError: More than one of ``nth``, ``first``, ``every`` and ``after``, a number below 1, or a
@@ -46,6 +47,7 @@ class Rule:
     first: int | None = None
     every: int | None = None
     after: int | None = None
+    per_target: bool = False
 
     def __post_init__(self) -> None:
         counts = [count for name in _COUNTS if (count := getattr(self, name)) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ class Injection:
         self.matched = 0
         self.fired = 0
         self._proxy = proxy
+        self._counts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +52,9 @@ class Injection:
         if not self.rule.matches(call):
             return await proceed(call)
         self.matched += 1
-        if not self.rule.fires_at(self.matched):
+        counted = call.target if self.rule.per_target else ""
+        self._counts[counted] += 1
+        if not self.rule.fires_at(self._counts[counted]):
             return await proceed(call)
         self.fired += 1
         log.add_fault(call.number, type(self.rule.fault).__name__)

@@ -150,9 +150,7 @@ class ProxyServer:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
         await response.prepare(request)
         self._log.update(call.number, status=answer.status)
-        if call.method == "HEAD" or answer.status in (204, 304):
-            await drain(answer.body)
-        else:
+        if call.method != "HEAD" and answer.status not in (204, 304):
             async for piece in self._counted(answer.body, call.number, "sent_bytes"):
                 await response.write(piece)
         await response.write_eof()
