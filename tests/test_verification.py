@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ from remote_ckpt.newest import read_newest
 from remote_ckpt.options import MiB, Options, TransferOptions
 from remote_ckpt.progress import Progress
 from remote_ckpt.spans import Span, check_part
+from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.testing.faults import FaultStore, StoreCall, corrupt_reads
+from remote_ckpt.testing.servers import LocalServer
 from remote_ckpt.verification import Problem, VerifyReport, verify_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden" / "1"
@@ -148,6 +152,41 @@ def test_every_byte_is_read_once_where_all_is_right(root: Store) -> None:
     verify_checkpoint(FaultStore(root, after=after), "7", read_data=True, options=SMALL_PARTS)
     assert sum(lengths) == manifest.total_bytes
     assert max(lengths) == PART
+
+
+def test_no_more_is_held_at_once_than_the_budget() -> None:
+    root = MemoryStore.fresh()
+    write_checkpoint(root, "7", {"large": whole((31 * MiB,), pattern(31) * MiB)})
+    options = Options(transfer=replace(SMALL_PARTS.transfer, concurrency=16))
+    busy: set[int] = set()
+    most = 0
+
+    def before(call: StoreCall) -> None:
+        nonlocal most
+        if call.operation == "read_range":
+            busy.add(threading.get_ident())
+            most = max(most, len(busy))
+
+    assert verify_checkpoint(FaultStore(root, before=before), "7", read_data=True, options=options).is_sound
+    assert most <= options.transfer.budget_bytes // PART == 2
+
+
+@pytest.mark.server
+def test_damage_on_a_real_store_is_found(
+    seaweed: LocalServer, fresh_root: Callable[[LocalServer], str]
+) -> None:
+    with closing(open_store(fresh_root(seaweed), storage_options=seaweed.storage_options())) as root:
+        index = index_of(root, write_checkpoint(root, "7", ITEMS))
+        assert verify_checkpoint(root, "7", read_data=True).is_sound
+        first, second = index.objects
+        at = next(begin for name, begin, _ in places(index, second) if name == "opaque")
+        flip(root, f"7/{second}", at)
+        root.delete([f"7/{first}"])
+        report = verify_checkpoint(root, "7", read_data=True)
+        assert problems(report) == {first: names_in(index, first), second: ("opaque",)}
+        delete_checkpoint(root.scope("7"))
+        with pytest.raises(CheckpointNotFoundError):
+            verify_checkpoint(root, "7")
 
 
 @pytest.mark.parametrize("read_data", [False, True])
