@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ class CheckpointManager(CheckpointDirectory):
         *,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         metadata: Mapping[str, Any] | None = None,
         iteration: int | str | None = None,
         overwrite: bool = True,
@@ -130,7 +130,8 @@ class CheckpointManager(CheckpointDirectory):
             step: Its number (a periodic checkpoint) or name (``"best"``: retention leaves it alone).
             model: Plain, DDP, FSDP, FSDP2, HSDP or tensor parallel.
             optimizer: Of this model.
-            metrics: Numbers by name, kept with the checkpoint. Rank 0's count.
+            metrics: Numbers by name (tensors and NumPy values of one element too), kept with the checkpoint.
+                Rank 0's count.
             metadata: JSON values by name, likewise.
             iteration: What :meth:`load` returns as such; by default ``step``.
             overwrite: Replace a checkpoint of that name, which stays readable until then. A pinned one never
@@ -358,7 +359,7 @@ def _name_to_save(step: int | str) -> int | str:
     return check_name(step) if isinstance(step, str) else step
 
 
-def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
     """Plain numbers of metrics, which may be tensors or NumPy values of one element."""
     return {name: _number(name, value) for name, value in (metrics or {}).items()}
 
