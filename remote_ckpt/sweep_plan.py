@@ -27,7 +27,7 @@ from remote_ckpt.keys import (
     own_key,
     parse_manifest_key,
 )
-from remote_ckpt.newest import Standing, named_keys
+from remote_ckpt.newest import Standing, named_keys, stock_keys
 from remote_ckpt.store.base import Leftover, ObjectInfo
 from remote_ckpt.url import check_name
 
@@ -249,10 +249,10 @@ def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
 def _stock_metadata(facts: _Facts) -> _Found:
     if facts.newest is None or not facts.scene.is_deleted or not facts.is_settled:
         return
-    has_foreign = any(not own_key(info.key) and info.key not in facts.superseded for info in facts.infos)
+    has_stock_data = not facts.superseded.issuperset(stock_keys(facts.infos, "dcp"))
     for info in facts.infos:
-        # Among files of others it may be stock DCP's own, saved since the deletion.
-        is_ours = not has_foreign or info.modified_at < facts.newest.modified_at
+        # Beside data of stock DCP it may be that one's own, saved since the deletion.
+        is_ours = not has_stock_data or info.modified_at < facts.newest.modified_at
         if info.key == STOCK_METADATA_NAME and is_ours and facts.is_old(info):
             yield info, STOCK_METADATA
 

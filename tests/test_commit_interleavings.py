@@ -1,4 +1,4 @@
-"""Savers, deleters, pinners and readers at the same time, in every order that few switches allow.
+"""Savers, deleters, pinners, readers and sweeps at the same time, in every order that few switches allow.
 
 Each actor runs the real code in a thread of its own, but only one moves at a time: it holds the turn
 from one store call to the next. A schedule says who moves; the explorer runs one schedule after the
@@ -18,10 +18,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from protocol import keys_of, load, save
+from sweeping import leave_half_deleted, leave_replaced, leave_uncommitted
 
 from remote_ckpt.changes import set_pinned
 from remote_ckpt.deletion import delete_checkpoint
@@ -32,9 +34,11 @@ from remote_ckpt.errors import (
     CheckpointPinnedError,
     RemoteCkptError,
 )
+from remote_ckpt.manifest import Manifest
 from remote_ckpt.newest import list_generations, named_keys, read_generation, read_newest
 from remote_ckpt.store.base import ObjectInfo, Store
 from remote_ckpt.store.memory import MemoryStore
+from remote_ckpt.sweep import SweepReport, sweep
 from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 Act = Callable[[Store], object]
@@ -153,9 +157,10 @@ def explore(
 
 
 def _clone(template: Store) -> Store:
+    """Return a copy in which everything is two days old: more than a sweep's grace period."""
     root = MemoryStore.fresh()
     for info in template.list():
-        root.write(info.key, template.read(info.key))
+        root._bucket.objects[info.key] = template.read(info.key), info.modified_at - timedelta(days=2)
     return root
 
 
@@ -195,6 +200,22 @@ def check_promises(run: Run) -> None:
 
 def check_end(run: Run) -> None:
     """Errors are those that the protocol promises; who succeeded did commit; no loser's object is left."""
+    check_results(run)
+    check_rest(run)
+
+
+def check_end_of_sweep(run: Run) -> None:
+    """As :func:`check_end`; what a sweep left alone because others changed it goes with the next one."""
+    check_results(run)
+    (report,) = [actor.result for actor in run.actors if actor.name == "sweeper"]
+    assert isinstance(report, SweepReport)
+    assert report.failures == ()
+    again = sweep(run.root, older_than=timedelta(0), dry_run=False)
+    assert again.failures == ()
+    check_rest(run)
+
+
+def check_results(run: Run) -> None:
     allowed: tuple[Any, ...] = (
         CheckpointExistsError,
         CheckpointPinnedError,
@@ -203,19 +224,26 @@ def check_end(run: Run) -> None:
     )
     for actor in run.actors:
         assert actor.error is None or isinstance(actor.error, allowed), f"{actor.name}: {actor.error!r}"
-    checkpoint = run.root.scope("10")
-    generations = list_generations(checkpoint.list())
-    manifests = [read_generation(checkpoint, generation) for generation in generations]
-    committed = {manifest.save_id for manifest in manifests}
+    committed = {manifest.save_id for manifest in _manifests(run)}
     for actor in run.actors:
         if actor.name.startswith("saver") and actor.error is None:
             assert getattr(actor.result, "save_id", None) in committed, f"{actor.name} did not commit"
+
+
+def check_rest(run: Run) -> None:
+    checkpoint, manifests = run.root.scope("10"), _manifests(run)
     live = manifests[-1] if manifests and manifests[-1].state == "live" else None
     load(run.root)
     needed = {*named_keys(live), ".metadata"} if live else set()
     assert keys_of(run.root) == needed, "something was left behind or is missing"
     if live and live.stock_metadata:
         assert checkpoint.read(".metadata") == checkpoint.read(live.stock_metadata.key), ".metadata is stale"
+
+
+def _manifests(run: Run) -> list[Manifest]:
+    checkpoint = run.root.scope("10")
+    generations = list_generations(checkpoint.list())
+    return [read_generation(checkpoint, generation) for generation in generations]
 
 
 def create(payload: bytes) -> Act:
@@ -246,6 +274,28 @@ def before(root: Store) -> None:
     save(root, b"old")
 
 
+def sweep_old(root: Store) -> SweepReport:
+    return sweep(root, dry_run=False)
+
+
+def sweep_with_tombstones(root: Store) -> SweepReport:
+    return sweep(root, dry_run=False, tombstones=True)
+
+
+def before_sweep(root: Store) -> None:
+    """A checkpoint with everything that can be left beside it."""
+    leave_replaced(root, "10")
+    leave_uncommitted(root, "10")
+    set_pinned(root.scope("10"), True)
+    set_pinned(root.scope("10"), False)
+
+
+def deleted_before_sweep(root: Store) -> None:
+    leave_half_deleted(root, "10")
+    leave_uncommitted(root, "10")
+    root.delete(["10/notes.txt"])
+
+
 SETTINGS: dict[str, tuple[dict[str, Act], Act | None, int]] = {
     "two savers": ({"saver a": create(b"a"), "saver b": create(b"b")}, None, 3),
     "two overwriters": ({"saver a": overwrite(b"a"), "saver b": overwrite(b"b")}, before, 3),
@@ -268,6 +318,62 @@ SETTINGS: dict[str, tuple[dict[str, Act], Act | None, int]] = {
         2,
     ),
 }
+
+
+SWEEPS: dict[str, tuple[dict[str, Act], Act, int]] = {
+    "overwriter and sweeper": ({"saver a": overwrite(b"a"), "sweeper": sweep_old}, before_sweep, 3),
+    "pinner and sweeper": ({"pinner": pin, "sweeper": sweep_old}, before_sweep, 3),
+    "deleter and sweeper": ({"deleter": delete, "sweeper": sweep_old}, before_sweep, 3),
+    "reader and sweeper": ({"reader": read, "sweeper": sweep_old}, before_sweep, 3),
+    "saver of a deleted name and sweeper": (
+        {"saver a": create(b"a"), "sweeper": sweep_old},
+        deleted_before_sweep,
+        3,
+    ),
+    "deleter of a deleted name and sweeper": (
+        {"deleter": delete, "sweeper": sweep_old},
+        deleted_before_sweep,
+        3,
+    ),
+    "saver of a deleted name and sweeper of tombstones": (
+        {"saver a": create(b"a"), "sweeper": sweep_with_tombstones},
+        deleted_before_sweep,
+        3,
+    ),
+    "two overwriters, sweeper": (
+        {"saver a": overwrite(b"a"), "saver b": overwrite(b"b"), "sweeper": sweep_old},
+        before_sweep,
+        2,
+    ),
+    "overwriter, pinner, sweeper": (
+        {"saver a": overwrite(b"a"), "pinner": pin, "sweeper": sweep_old},
+        before_sweep,
+        2,
+    ),
+    "overwriter, deleter, sweeper": (
+        {"saver a": overwrite(b"a"), "deleter": delete, "sweeper": sweep_old},
+        before_sweep,
+        2,
+    ),
+    "two overwriters, reader, sweeper": (
+        {"saver a": overwrite(b"a"), "saver b": overwrite(b"b"), "reader": read, "sweeper": sweep_old},
+        before_sweep,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SWEEPS)
+def test_no_interleaving_with_a_sweep_breaks_a_promise(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    acts, prepare, preemptions = SWEEPS[setting]
+    count = explore(
+        acts, prepare=prepare, preemptions=preemptions, check=check_promises, check_end=check_end_of_sweep
+    )
+    with capsys.disabled():
+        print(f"\n{setting}: {count} schedules with up to {preemptions} preemptions", end=" ")
+    assert count >= min(MAX_SCHEDULES, 50)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
