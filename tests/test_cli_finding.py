@@ -102,6 +102,13 @@ class TestLs:
         missing = tmp_path / "typo"
         assert run("ls", missing).stdout == f"no checkpoints in {missing}, which does not exist\n"
 
+    def test_a_checkpoint_that_is_given_for_a_directory_is_recognised(self, filled: str) -> None:
+        listed = run("ls", f"{filled}/9")
+        assert (listed.code, listed.stdout) == (
+            0,
+            f"no checkpoints in {filled}/9, which is a checkpoint itself: see remote-ckpt info\n",
+        )
+
     def test_a_damaged_one_is_listed_and_its_problem_is_a_warning(self, filled: str) -> None:
         with opened(filled) as root:
             root.write(f"9/{manifest_key(1)}", b"{")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,7 @@ from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.table import Cell, Column, Painted
 from remote_ckpt.cli.terminal import is_terminal
 from remote_ckpt.cli.text import escape, format_age_of, format_bytes, format_metrics, format_moment
-from remote_ckpt.errors import CheckpointNotFoundError
+from remote_ckpt.errors import CheckpointNotFoundError, RemoteCkptError
 
 if TYPE_CHECKING:
     from remote_ckpt.info import CheckpointInfo
@@ -49,14 +50,13 @@ def ls(root: str, patterns: Sequence[str], access: Access, out: Output) -> None:
     place = access.place(root)
     with place.opened() as store:
         found = [describe(place, entry) for entry in find_checkpoints(store)]
-    url = place.location.url
     infos = [info for info in found if matches(info.name, patterns)]
     for info in infos:
         if info.problem is not None:
             out.warn(f"{info.name} is damaged: {info.problem}")
     out.show(
-        lambda: {"root": url, "checkpoints": infos},
-        lambda: out.table(_COLUMNS, map(_row, infos)) if infos else _say_empty(url, bool(found)),
+        lambda: {"root": place.location.url, "checkpoints": infos},
+        lambda: out.table(_COLUMNS, map(_row, infos)) if infos else _say_empty(place, bool(found)),
     )
 
 
@@ -114,11 +114,27 @@ def _row(info: CheckpointInfo) -> list[Cell]:
     ]
 
 
-def _say_empty(url: str, has_others: bool) -> str:
+def _say_empty(place: Place, has_others: bool) -> str:
+    url = escape(place.location.url)
     if has_others:
-        return f"no checkpoint in {escape(url)} has such a name"
-    is_missing = url.startswith("/") and not Path(url).exists()
-    return f"no checkpoints in {escape(url)}" + (", which does not exist" if is_missing else "")
+        return f"no checkpoint in {url} has such a name"
+    if place.location.is_local and not Path(place.location.path).exists():
+        return f"no checkpoints in {url}, which does not exist"
+    if _is_checkpoint(place):
+        return f"no checkpoints in {url}, which is a checkpoint itself: see remote-ckpt info"
+    return f"no checkpoints in {url}"
+
+
+def _is_checkpoint(place: Place) -> bool:
+    """Whether a checkpoint was given where a run's directory is asked for; False where nobody can tell."""
+    from remote_ckpt.discover import resolve
+
+    try:
+        parent, name = place.location.split()
+        with replace(place, location=parent).opened() as store:
+            return resolve(store, name) is not None
+    except RemoteCkptError:
+        return False
 
 
 def _latest(place: Place) -> CheckpointInfo | None:
