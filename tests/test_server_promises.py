@@ -1,4 +1,4 @@
-"""What a store must be able to do before anything is saved there, asked of servers that differ in it."""
+"""Where servers differ: what each must be able to do, and what holds on all of them all the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from remote_ckpt import (
     CommitOptions,
+    IntegrityError,
     Options,
+    SaveFailedError,
     UnsupportedStoreError,
     find_all_checkpoints,
     load_checkpoint,
@@ -19,12 +21,13 @@ from remote_ckpt import (
 )
 from remote_ckpt.errors import ObjectExistsError, StoreError
 from remote_ckpt.store import open_store
+from remote_ckpt.testing.proxy import FaultProxy, FlipByte, Rule
 from remote_ckpt.testing.servers import LocalServer
 
 FreshBucket = Callable[[LocalServer], str]
 SINGLE_WRITER = Options(commit=CommitOptions(accept_single_writer=True))
 
-pytestmark = pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+both_transports = pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 
 
 @pytest.fixture(params=["ministack", "moto_server", pytest.param("real_server", marks=pytest.mark.server)])
@@ -34,7 +37,7 @@ def server(request: pytest.FixtureRequest) -> LocalServer:
 
 
 def model_of(value: float) -> nn.Module:
-    model = nn.Linear(3, 2)
+    model = nn.Linear(64, 64)  # most of its object is the weight
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
@@ -61,6 +64,7 @@ def honours_create_only(server: LocalServer, bucket: str) -> bool:
     return False
 
 
+@both_transports
 def test_a_versioned_bucket_is_used_where_it_honours_create_only_and_refused_where_not(
     server: LocalServer, fresh_bucket: FreshBucket, transport: str
 ) -> None:
@@ -78,6 +82,7 @@ def test_a_versioned_bucket_is_used_where_it_honours_create_only_and_refused_whe
         assert objects_in(server, bucket) == ["raw"]
 
 
+@both_transports
 def test_rclone_is_refused_before_anything_is_saved(
     rclone: LocalServer, fresh_bucket: FreshBucket, transport: str
 ) -> None:
@@ -89,6 +94,7 @@ def test_rclone_is_refused_before_anything_is_saved(
     assert objects_in(rclone, bucket) == []
 
 
+@both_transports
 def test_rclone_serves_a_single_writer_who_accepts_that_but_obstore_gets_no_ranges_from_it(
     rclone: LocalServer, fresh_bucket: FreshBucket, transport: str
 ) -> None:
@@ -107,3 +113,45 @@ def test_rclone_serves_a_single_writer_who_accepts_that_but_obstore_gets_no_rang
     else:
         load_checkpoint(f"{root}/1", model=model, **access)
         assert [parameter.unique().tolist() for parameter in model.parameters()] == [[1.0], [1.0]]
+
+
+def save_with_a_flipped_bit(server: LocalServer, url: str, **access: Any) -> None:
+    """Save over a wire that changes one bit of the data on its way up."""
+    damaged = Rule(method="PUT", path="*.distcp", nth=1, fault=FlipByte("request"))
+    with FaultProxy(server.endpoint_url) as proxy, proxy.inject(damaged) as damage:
+        given = {**server.storage_options(), "endpoint_url": proxy.endpoint_url}
+        given |= access.pop("storage_options", {})
+        save_checkpoint(url, iteration=1, model=model_of(1.0), storage_options=given, **access)
+        assert damage.fired == 1
+
+
+def refusal_of(save: Callable[[], None]) -> str | None:
+    """Return what a save failed with; None if it did not."""
+    try:
+        save()
+    except SaveFailedError as error:
+        return str(error)
+    return None
+
+
+@both_transports
+def test_a_bit_flipped_on_the_way_up_is_refused_by_the_store_or_found_by_the_load(
+    server: LocalServer, fresh_root: FreshBucket, transport: str
+) -> None:
+    root, options = fresh_root(server), server.storage_options()
+    refusal = refusal_of(lambda: save_with_a_flipped_bit(server, f"{root}/1", transport=transport))
+    if refusal is None:
+        with pytest.raises(IntegrityError, match=r"model\.weight is corrupt"):
+            load_checkpoint(f"{root}/1", model=model_of(0.0), storage_options=options)
+    else:
+        assert "nothing was committed: IntegrityError" in refusal
+        assert find_all_checkpoints(root, storage_options=options) == []
+
+
+@pytest.mark.server
+def test_with_a_checksum_in_the_request_a_real_server_refuses_it(
+    real_server: LocalServer, fresh_root: FreshBucket
+) -> None:
+    url = f"{fresh_root(real_server)}/1"
+    with pytest.raises(SaveFailedError, match="nothing was committed: IntegrityError"):
+        save_with_a_flipped_bit(real_server, url, storage_options={"checksum_algorithm": "CRC64NVME"})

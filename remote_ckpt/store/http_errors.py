@@ -46,7 +46,10 @@ _BY_CODE: Final[dict[str, type[StoreError]]] = {
         StoreUnavailableError,
     ),
     **dict.fromkeys(("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"), StorageFullError),
-    **dict.fromkeys(("InvalidRange", "BadDigest", "XAmzContentChecksumMismatch"), IntegrityError),
+    **dict.fromkeys(
+        ("InvalidRange", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
+        IntegrityError,
+    ),
     "IncompleteBody": StoreUnavailableError,
     "NotImplemented": StoreError,
 }

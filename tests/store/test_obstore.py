@@ -310,6 +310,7 @@ class TestTranslation:
             (507, "", StorageFullError),
             (403, "QuotaExceeded", StorageFullError),
             (400, "BadDigest", IntegrityError),
+            (400, "XAmzContentSHA256Mismatch", IntegrityError),
             (400, "EntityTooLarge", StoreError),
         ],
     )
