@@ -162,8 +162,14 @@ def list_generations(infos: Iterable[ObjectInfo]) -> list[int]:
 
 
 def read_generation(checkpoint: Store, generation: int) -> Manifest:
-    """Read one generation; raises ObjectNotFoundError, CheckpointDamagedError or FormatError."""
+    """Read one generation; raises ObjectNotFoundError, CheckpointDamagedError or FormatError.
+
+    Damage is believed the second time only: what was altered on its way here comes right then, and a pin
+    that could not be read would not hold.
+    """
     key = manifest_key(generation)
+    with suppress(CheckpointDamagedError):
+        return parse_manifest(checkpoint.read(key), url=checkpoint.url, key=key)
     return parse_manifest(checkpoint.read(key), url=checkpoint.url, key=key)
 
 
