@@ -6,7 +6,7 @@ What obstore does that this adapter guards against, each found by trying (obstor
 - it calls a missing bucket, or a proxy's 404, "not found": only a clean answer is absence
 - it cuts a range that ends past the object's end: the length is checked
 - it counts no parts (10,000 is S3's limit), and its default part of 5 MiB caps an object at 48.8 GiB
-- its time-out of 30 s includes the body: here it grows with the size of a part
+- its time-out of 30 s includes the body: here it grows with the size of a part, and a read may not pause
 - a batch delete stops at the first error: then each key is deleted on its own
 - it takes any XML or HTML for a listing, and fails all of it for one key such as ``a//b``: S3 is listed
   by :mod:`remote_ckpt.store.s3_listing`
@@ -122,7 +122,7 @@ class ObstoreStore(FolderlessStore):
     def read(self, key: str) -> bytes:
         """See :meth:`Store.read`."""
         with self._request("read", key) as (clients, path):
-            return bytes(obstore.get(clients.bodies, path).bytes())
+            return bytes(obstore.get(clients.reads, path).bytes())
 
     def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
         """See :meth:`Store.read_range`."""
@@ -132,7 +132,7 @@ class ObstoreStore(FolderlessStore):
             )
         with self._request("read_range", key) as (clients, path):
             found = memoryview(
-                obstore.get_range(clients.bodies, path, start=offset_bytes, length=length_bytes)
+                obstore.get_range(clients.reads, path, start=offset_bytes, length=length_bytes)
             )
         if len(found) != length_bytes:
             message = (

@@ -38,6 +38,8 @@ class Clients:
     Args:
         once: For small requests.
         bodies: Gives bodies more time.
+        reads: As ``bodies``, for answers with a body: one that stalls is given up long before that time, so
+            that another try comes before the deadline of all tries.
         parts: As ``bodies``, but repeats a part of a multipart upload a few times, since above it the
             whole object would be sent anew.
         lister: Lists the bucket.
@@ -46,6 +48,7 @@ class Clients:
 
     once: Any
     bodies: Any
+    reads: Any
     parts: Any
     lister: Lister
     http: HttpClient
@@ -108,10 +111,11 @@ def open_clients(
     )
     make = _DRIVERS[location.scheme]
 
-    def client(timeout_seconds: float, max_retries: int) -> Any:
+    def client(timeout_seconds: float, max_retries: int, **timeouts: timedelta) -> Any:
         options = {
             "timeout": timedelta(seconds=timeout_seconds),
             "connect_timeout": timedelta(seconds=retry.connect_seconds),
+            **timeouts,
             **settings.client_options,
         }
         return make(
@@ -124,13 +128,14 @@ def open_clients(
 
     try:
         once, bodies = client(once_seconds, 0), client(bodies_seconds, 0)
+        reads = client(bodies_seconds, 0, read_timeout=timedelta(seconds=once_seconds))
         parts = client(bodies_seconds, _PART_RETRIES)
     except (BaseError, ValueError, TypeError) as error:
         message = "obstore refused the settings of the store"
         if location.scheme in ("gs", "az"):  # mostly, what says who signs is missing or malformed
             message += f": {HOW_TO_SIGN[location.scheme]}"
         raise ConfigError(message, url=location.url) from redacted(error)
-    return Clients(once, bodies, parts, _open_lister(location, settings, http, once), http)
+    return Clients(once, bodies, reads, parts, _open_lister(location, settings, http, once), http)
 
 
 def _open_lister(location: Location, settings: DriverSettings, http: HttpClient, once: Any) -> Lister:
