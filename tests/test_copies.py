@@ -24,6 +24,7 @@ from protocol import (
 )
 
 from remote_ckpt.changes import annotate, set_pinned
+from remote_ckpt.checksum import crc32c
 from remote_ckpt.copies import copy_checkpoint
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.errors import (
@@ -39,7 +40,7 @@ from remote_ckpt.errors import (
     StoreUnavailableError,
     UnsupportedStoreError,
 )
-from remote_ckpt.index import parse_index
+from remote_ckpt.index import BytesEntry, format_index, parse_index
 from remote_ckpt.keys import is_token, own_key, parse_copy_record_key
 from remote_ckpt.manifest import format_manifest
 from remote_ckpt.newest import named_keys, read_newest
@@ -334,6 +335,19 @@ def test_a_damaged_index_shows_before_the_data_is_moved(root: Store) -> None:
     with pytest.raises(IntegrityError, match="index"):
         copy_checkpoint(store, "10", "best")
     assert copied_keys(store) == []
+
+
+def test_an_index_that_points_beyond_an_object_is_damage_and_not_copied() -> None:
+    memory = MemoryStore.fresh()
+    source = save(memory, b"one")
+    assert source.index is not None
+    index = parse_index(memory.read(f"10/{source.index.key}"), url=memory.url, key=source.index.key)
+    data = format_index(replace(index, blobs={"extra": BytesEntry(0, 0, 4000, bytes(4))}))
+    memory.write(f"10/{source.index.key}", data)
+    entry = replace(source.index, size_bytes=len(data), crc32c=crc32c(data))
+    memory.write("10/manifest.000001.json", format_manifest(replace(source, index=entry)))
+    with pytest.raises(CheckpointDamagedError, match="outside its object"):
+        copy_checkpoint(memory, "10", "best")
 
 
 def test_an_attempt_on_a_target_that_was_pinned_meanwhile_leaves_nothing(root: Store) -> None:
