@@ -174,6 +174,21 @@ class TestStreaming:
             copy(Zeros(read), target, moves, TransferOptions(budget_bytes=64 * MiB, part_bytes=5 * MiB))
         assert target.complete == []
 
+    def test_what_is_read_again_is_told_once(self) -> None:
+        """A store that fails is given the object from the beginning."""
+
+        class Restarting(Sink):
+            def write_stream(self, key: str, source: ChunkSource, **sizes: int) -> None:
+                super().write_stream(key, source, **sizes)
+                super().write_stream(key, source, **sizes)
+
+        told: list[Progress] = []
+        counter = ProgressCounter("copy", told.append)
+        mover = StreamMover(Zeros(), Restarting(), TransferOptions(part_bytes=5 * MiB))
+        mover.move([move("k", 15 * MiB)], counter)
+        assert [each.done_bytes for each in told] == [0, 5 * MiB, 10 * MiB, 15 * MiB, 15 * MiB]
+        assert told[-1].done_objects == 1
+
     def test_a_wrong_checksum_shows_before_the_object_is_complete(self) -> None:
         target = Sink()
         with pytest.raises(IntegrityError, match="k differs from what was saved"):
