@@ -293,7 +293,8 @@ def _scene(checkpoint: Store, name: str, level: Listing, standing: Standing) -> 
     return Scene(
         name=name,
         standing=standing,
-        folder_names=level.prefixes,
+        # Elsewhere an empty one says nothing: SeaweedFS goes on listing it when its last object is gone.
+        folder_names=level.prefixes if checkpoint.capabilities.has_folders else (),
         is_closed=is_closed(checkpoint, standing),
         stock_metadata=_stock_metadata(checkpoint) if standing.kind == "dcp" else b"",
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from protocol import Script, answers, expected_keys, keys_of, load, manifests_of, once, save, scripted, upload
 from sweeping import (
     FOREIGN,
     PROBE,
-    TWO_DAYS,
-    AgedStore,
     Holding,
     aged,
     all_keys,
@@ -32,15 +31,15 @@ from remote_ckpt.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from remote_ckpt.keys import manifest_key
+from remote_ckpt.keys import manifest_key, new_token
 from remote_ckpt.newest import named_keys
 from remote_ckpt.options import CommitOptions, Options
-from remote_ckpt.store.base import Store
+from remote_ckpt.store.base import Listing, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.sweep import sweep
 from remote_ckpt.sweep_plan import FOLDER, REPLACED, SUPERSEDED, TOMBSTONE
-from remote_ckpt.testing.faults import FaultStore
+from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 NOTHING = timedelta(0)
 
@@ -318,6 +317,19 @@ class TestTombstones:
         assert report.failures == ()
         assert not newest_of(memory, "30").is_live
 
+    def test_a_prefix_that_a_store_lists_without_objects_does_not_keep_it(self, memory: Store) -> None:
+        garbage = leave_half_deleted(memory, "30")
+        garbage[f"30/{manifest_key(2)}"] = TOMBSTONE
+
+        def list_emptied(call: StoreCall, result: Any) -> Any:
+            if call.operation != "list_children" or not call.url.endswith("/30"):
+                return result
+            return Listing(result.objects, (*result.prefixes, new_token()))
+
+        store = FaultStore(memory, after=list_emptied)
+        assert reasons(sweep(aged(memory, store), dry_run=False, tombstones=True)) == garbage
+        assert all_keys(memory) == {"30/notes.txt"}
+
     def test_it_stays_while_what_it_names_cannot_be_removed(self, memory: Store) -> None:
         garbage = leave_half_deleted(memory, "30")
         kept = min(key for key, reason in garbage.items() if reason == REPLACED)
@@ -381,13 +393,22 @@ class TestFolders:
 
     def test_a_save_that_may_have_begun_keeps_the_folder(self, root: Store, tmp_path: Path) -> None:
         self.leave(root)
-        (tmp_path / "run" / "30" / "d-0123456789abcdef").mkdir()
-        store = AgedStore(
-            root, {key: TWO_DAYS for key in all_keys(root) if "manifest" in key or "distcp" in key}
-        )
+        store = aged(root)
+        begun = tmp_path / "run" / "30" / "d-0123456789abcdef"
+        begun.mkdir()
         report = sweep(store, dry_run=False)
         assert f"30/{manifest_key(2)}" not in reasons(report)
-        assert (tmp_path / "run" / "30" / "d-0123456789abcdef").is_dir()
+        assert report.failures == ()
+        assert begun.is_dir()
+
+    def test_young_objects_of_a_save_keep_the_folder(self, root: Store) -> None:
+        self.leave(root)
+        store = aged(root)
+        young = leave_uncommitted(root, "30")
+        report = sweep(store, dry_run=False)
+        assert f"30/{manifest_key(2)}" not in reasons(report)
+        assert report.failures == ()
+        assert all_keys(root) == {*young, f"30/{manifest_key(2)}"}
 
     def test_what_a_link_leads_to_is_left_alone(self, root: Store, tmp_path: Path) -> None:
         outside = LocalStore(tmp_path / "elsewhere")
