@@ -242,7 +242,7 @@ def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
         is_it = is_attempt_key(info.key) or info.modified_at <= manifest.committed_at
         return REPLACED if is_it and facts.is_settled else None
     if info.key == copy_record_key(manifest.save_id):
-        return COPY_RECORD if facts.is_settled else None
+        return COPY_RECORD
     return UNCOMMITTED if is_attempt_key(info.key) else None
 
 

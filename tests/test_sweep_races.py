@@ -38,7 +38,7 @@ from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.obstore import ObstoreStore, open_obstore_store
 from remote_ckpt.store.wrappers import DelegatingStore
 from remote_ckpt.sweep import sweep
-from remote_ckpt.sweep_plan import LEFTOVER
+from remote_ckpt.sweep_plan import LEFTOVER, TOMBSTONE
 from remote_ckpt.testing.faults import FaultStore, SimulatedCrash, StoreCall
 from remote_ckpt.testing.s3_contract import FreshRoot, begin_upload, open_upload_keys
 from remote_ckpt.testing.servers import LocalServer
@@ -308,6 +308,10 @@ class TestServers:
         assert report.removed_count == len(garbage)
         assert all_keys(root) == kept
         assert {name: load(root, name) for name in PAYLOADS} == PAYLOADS
+        # SeaweedFS goes on listing the prefixes of what is gone: they are no saves in progress.
+        tombstone = f"30/{manifest_key(2)}"
+        assert reasons(sweep(aged(root), dry_run=False, tombstones=True)) == {tombstone: TOMBSTONE}
+        assert all_keys(root) == kept - {tombstone}
         prefix = f"{parse_location(root.url).path}/"
         assert {key.removeprefix(prefix) for key in open_upload_keys(server, root)} == set(foreign)
 
