@@ -238,9 +238,11 @@ def test_an_attempt_of_another_source_is_not_resumed() -> None:
     save(memory, b"one")
     with pytest.raises(SimulatedCrash):
         copy_checkpoint(scripted(memory, answers("create", {0: SimulatedCrash()})), "10", "best")
+    interrupted = keys_of(memory, "best")
     save(memory, b"two", overwrite=True)
     copy = copy_checkpoint(memory, "10", "best")
     assert copy.user_metadata == {"payload": "two"}
+    assert named_keys(copy).isdisjoint(interrupted)
 
 
 def test_an_attempt_whose_target_changed_while_it_ran_leaves_nothing(root: Store) -> None:
@@ -525,6 +527,18 @@ class TestStockCopies:
             copy_stock_checkpoint(store, "10", "best", overwrite=True)
         assert memory.read("best/__1_0.distcp") == b"B"
         copy_stock_checkpoint(memory, "10", "best")
+        assert self.contents(memory, "best") == self.FILES
+
+    def test_what_others_wrote_over_a_copy_is_not_taken_for_a_part_of_it(self) -> None:
+        """The copy was complete; only its record was not removed yet."""
+        memory = MemoryStore.fresh()
+        self.stock(memory)
+        with pytest.raises(SimulatedCrash):
+            copy_stock_checkpoint(
+                scripted(memory, answers("delete", {0: SimulatedCrash()}, key="")), "10", "best"
+            )
+        self.stock(memory, "best", **{"__0_0.distcp": b"X"})
+        copy_stock_checkpoint(memory, "10", "best", overwrite=True)
         assert self.contents(memory, "best") == self.FILES
 
     def test_an_attempt_that_is_too_old_is_begun_anew(self) -> None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import threading
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from remote_ckpt.index import parse_index
 from remote_ckpt.keys import parse_copy_record_key
 from remote_ckpt.manifest import Manifest
 from remote_ckpt.newest import named_keys, read_newest
-from remote_ckpt.options import CommitOptions, MiB, Options, TransferOptions
+from remote_ckpt.options import CommitOptions, GiB, MiB, Options, TransferOptions
 from remote_ckpt.place import Place, place_of
 from remote_ckpt.progress import Progress
 from remote_ckpt.store.base import Store
@@ -809,6 +810,40 @@ class TestServers:
         assert "CopyObject" not in moved, "nothing was tried in one request before"
         assert_is_copy(target, "10", manifest, data_of(source, "10", manifest))
         assert multipart_count(server, target, "10") == 2
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"ServerSideEncryption": "AES256"},
+            {"server_side_encryption": "sse-c", "sse_customer_key_base64": b64encode(bytes(32)).decode()},
+            {"requester_pays": True},
+        ],
+        ids=lambda asked: next(iter(asked)),
+    )
+    def test_a_copy_in_parts_asks_for_what_one_in_one_request_asks_for(
+        self,
+        ministack: LocalServer,
+        fresh_root: FreshRoot,
+        monkeypatch: pytest.MonkeyPatch,
+        asked: dict[str, Any],
+    ) -> None:
+        """A bucket's policy may refuse every write that does not ask for encryption."""
+        place = on_server(ministack, fresh_root(ministack))
+        place = replace(place, storage_options={**(place.storage_options or {}), **asked})
+        save_large(place, 9 * MiB)  # boto3 cuts what is larger than 8 MiB
+        found: dict[str, dict[str, str]] = {}
+        with FaultProxy(ministack.endpoint_url) as proxy:
+            for name, largest_bytes in (("20", 5 * GiB), ("30", 1 * MiB)):
+                monkeypatch.setattr("remote_ckpt.store.obstore.MAX_COPY_BYTES", largest_bytes)
+                copy_across(through(proxy, place), "10", through(proxy, place), name)
+            for each in proxy.requests:
+                found[each.operation] = {name: text for name, text in each.headers.items() if is_asked(name)}
+        assert found["CopyObject"] != {}
+        assert found["CreateMultipartUpload"] | found.get("UploadPartCopy", {}) == found["CopyObject"]
+
+
+def is_asked(header: str) -> bool:
+    return "-encryption" in header or header == "x-amz-request-payer"
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
@@ -104,11 +105,13 @@ class S3Uploads:
         client: A boto3 S3 client.
         bucket: The bucket.
         url: Redacted URL for messages.
+        copy_arguments: What a copy asks for: encryption, and who pays.
     """
 
     client: Any
     bucket: str
     url: str
+    copy_arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def list_open(self, prefix: str) -> Sequence[OpenUpload]:
         """Return the open uploads whose key (in the bucket) starts with ``prefix``, sorted by key."""
@@ -127,7 +130,12 @@ class S3Uploads:
     def copy(self, source: str, target: str) -> None:
         """Copy an object of any size within the bucket, in parts where it is large."""
         with boto_translated("copy", url=self.url, key=source):
-            self.client.copy({"Bucket": self.bucket, "Key": source}, self.bucket, target)
+            self.client.copy(
+                {"Bucket": self.bucket, "Key": source},
+                self.bucket,
+                target,
+                ExtraArgs=dict(self.copy_arguments),
+            )
 
     def _call(self, method: str, **arguments: Any) -> Mapping[str, Any]:
         answer: Mapping[str, Any] = getattr(self.client, method)(Bucket=self.bucket, **arguments)
@@ -169,7 +177,21 @@ def s3_uploads(
         verify=settings.verify,
         config=Config(**checksums, **signature, **_patience(retry)),
     )
-    return S3Uploads(client, bucket, url)
+    return S3Uploads(client, bucket, url, _copy_arguments(settings.config))
+
+
+def _copy_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what obstore's own requests say of encryption and of who pays: bucket policies may demand it."""
+    method, key = config.get("server_side_encryption"), config.get("sse_customer_key_base64")
+    wanted = {
+        "ServerSideEncryption": None if method == "sse-c" else method,
+        "SSEKMSKeyId": config.get("sse_kms_key_id"),
+        "RequestPayer": "requester" if config.get("request_payer") else None,
+    }
+    if key:
+        own = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": b64decode(key)}
+        wanted |= own | {f"CopySource{name}": value for name, value in own.items()}
+    return {name: value for name, value in wanted.items() if value}
 
 
 def _patience(retry: RetryOptions | None) -> dict[str, Any]:
