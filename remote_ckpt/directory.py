@@ -323,7 +323,8 @@ class CheckpointDirectory:
 
         Args:
             other: Path or URL of the other run's directory, or a directory object.
-            step: Which one; by default all that the other directory does not hold already.
+            step: Which one; by default all that the other directory does not hold already. Damaged ones are
+                left out with a warning.
             name: Its name there; by default the same. Only with ``step``.
             overwrite: Replace what has that name there.
             storage_options: Of the other store; by default the same as of this one, if ``other`` is a path.
@@ -362,8 +363,12 @@ class CheckpointDirectory:
             StoreError: A request failed.
         """
         present = {info.name: info for info in other.list()}
-        found = [info for info in self.list() if not info.is_damaged]
-        return [info for info in found if not _is_copy(info, present.get(info.name))]
+        found = self.list()
+        for info in found:
+            if info.is_damaged:
+                logger.warning("%s: leaving out the damaged checkpoint %s", self.url, info.name)
+        sound = [info for info in found if not info.is_damaged]
+        return [info for info in sound if not _is_copy(info, present.get(info.name))]
 
     # --- deleting ------------------------------------------------------------------------------------
 
