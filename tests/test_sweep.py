@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from protocol import Script, answers, expected_keys, keys_of, load, manifests_of
 from sweeping import (
     FOREIGN,
     PROBE,
+    TWO_DAYS,
+    AgedStore,
     Holding,
     aged,
     all_keys,
@@ -27,6 +31,7 @@ from sweeping import (
 from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.errors import (
+    AccessDeniedError,
     ConfigError,
     StoreError,
     StoreUnavailableError,
@@ -34,11 +39,12 @@ from remote_ckpt.errors import (
 from remote_ckpt.keys import manifest_key, new_token
 from remote_ckpt.newest import named_keys
 from remote_ckpt.options import CommitOptions, Options
-from remote_ckpt.store.base import Listing, Store
+from remote_ckpt.store.base import Leftover, Listing, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
-from remote_ckpt.sweep import sweep
-from remote_ckpt.sweep_plan import FOLDER, REPLACED, SUPERSEDED, TOMBSTONE
+from remote_ckpt.store.wrappers import DelegatingStore
+from remote_ckpt.sweep import SweepFailure, sweep
+from remote_ckpt.sweep_plan import FOLDER, LEFTOVER, REPLACED, SUPERSEDED, TOMBSTONE
 from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 NOTHING = timedelta(0)
@@ -471,3 +477,94 @@ class TestFolders:
 def _fail(is_wanted: bool) -> None:
     if is_wanted:
         raise StoreError("refused")
+
+
+class Leaving(DelegatingStore):
+    """A store with leftovers: keys and kinds, each two days old. It cannot remove those in ``held``."""
+
+    def __init__(self, inner: Store, found: Sequence[tuple[str, str]], held: Sequence[str] = ()) -> None:
+        super().__init__(inner)
+        old = datetime.now(timezone.utc) - TWO_DAYS
+        self.left = [_leftover(key, kind, old) for key, kind in found]
+        self.removed: list[str] = []
+        self._held = held
+
+    def _wrap(self, inner: Store) -> Store:
+        return inner
+
+    def list_leftovers(self) -> Sequence[Leftover]:
+        return list(self.left)
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        if leftover.key in self._held:
+            raise AccessDeniedError("held")
+        self.left.remove(leftover)
+        self.removed.append(leftover.key)
+
+
+def _leftover(key: str, kind: Any, modified_at: datetime) -> Leftover:
+    upload_id = "id" if kind == "upload" else ""
+    return Leftover(key=key, kind=kind, upload_id=upload_id, size_bytes=7, modified_at=modified_at)
+
+
+class TestLeftovers:
+    TOKEN = "d-0123456789abcdef"
+    TEMP = ".tmp-0123456789abcdef01234567"
+    OURS = (
+        (f"10/{TOKEN}/0.distcp", "upload"),
+        ("10/index.20200101T000000Z-0123456789ab.json.gz", "upload"),
+        (TEMP, "file"),
+        (f"10/{TEMP}", "file"),
+        (f"10/{TOKEN}/{TEMP}", "file"),
+        (f"10/{TOKEN}", "folder"),
+        (".trash-0123456789abcdef01234567", "folder"),
+    )
+    OTHERS = (
+        ("10/other.bin", "upload"),
+        ("10/.metadata", "upload"),
+        ("10/__0_0.distcp", "upload"),
+        (f"10/deep/{TOKEN}/0.distcp", "upload"),
+        (f"{TOKEN}/0.distcp", "upload"),
+        (f"a b/{TOKEN}/0.distcp", "upload"),
+        ("weights.pth", "upload"),
+        (f"a b/{TEMP}", "file"),
+        (f"10/deep/{TEMP}", "file"),
+        (f"10/{TOKEN}/deep/{TEMP}", "file"),
+        (TOKEN, "folder"),
+        (f"10/deep/{TOKEN}", "folder"),
+        (f".hidden/{TOKEN}", "folder"),
+    )
+
+    def test_those_of_our_own_names_go_and_all_others_stay(self, memory: Store) -> None:
+        store = Leaving(memory, (*self.OURS, *self.OTHERS))
+        said = sweep(store)
+        assert reasons(said) == {key: LEFTOVER[kind] for key, kind in self.OURS}
+        report = sweep(store, dry_run=False)
+        assert sorted(store.removed) == sorted(key for key, _ in self.OURS)
+        assert [found.key for found in store.left] == [key for key, _ in self.OTHERS]
+        assert (report.removed_count, report.removed_bytes) == (len(self.OURS), 7 * len(self.OURS))
+
+    def test_young_ones_stay(self, memory: Store) -> None:
+        store = Leaving(memory, self.OURS)
+        assert sweep(store, older_than=timedelta(days=3)).garbage == ()
+
+    def test_one_that_went_on_after_the_plan_stays(self, memory: Store) -> None:
+        store = Leaving(memory, [(f"10/{self.TEMP}", "file"), (self.TEMP, "file")])
+        memory.write(PROBE, b"x")
+        going_on = once("delete", lambda: store.left.append(replace(store.left.pop(0), size_bytes=8)))
+        around = scripted(store, Script(before=going_on))
+        report = sweep(AgedStore(around, {PROBE: TWO_DAYS}), dry_run=False)
+        assert (store.removed, report.failures) == ([self.TEMP], ())
+        assert [found.size_bytes for found in store.left] == [8]
+
+    def test_one_that_cannot_be_removed_is_reported_and_the_others_go(self, memory: Store) -> None:
+        store = Leaving(memory, self.OURS, held=[self.TEMP])
+        report = sweep(store, dry_run=False)
+        assert report.failures == (SweepFailure(self.TEMP, "held"),)
+        assert report.removed_count == len(self.OURS) - 1
+
+    def test_those_of_a_checkpoint_that_is_passed_over_stay(self, memory: Store) -> None:
+        lost = save(memory, b"one").objects[0].key
+        memory.delete([f"10/{lost}"])
+        store = Leaving(memory, self.OURS)
+        assert reasons(sweep(store)).keys() == {key for key, _ in self.OURS if not key.startswith("10/")}
