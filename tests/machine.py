@@ -221,11 +221,21 @@ class Site:
         world: Opens its store.
         url: Where it is.
         storage_options: What it takes to open it.
+        cut_a_write: Leaves what a killed write leaves below a checkpoint's name, told by a number; None
+            where that is nothing.
     """
 
-    def __init__(self, world: World, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        cut_a_write: Callable[[str, int], None] | None = None,
+    ) -> None:
         self.url = url
         self.location = parse_location(url)
+        self.cut_a_write = cut_a_write
         self._storage_options = storage_options
         self.root = world.open(self.location, storage_options=storage_options)
         self.live: dict[str, Saved] = {}
@@ -236,7 +246,9 @@ class Site:
         self.seen: list[CheckpointInfo] = []
         self.tops: dict[str, int] = {}
         self.unpublished: set[str] = set()  # whose .metadata may be behind, after a fault
+        self.cut_short: dict[tuple[str | None, str], str | None] = {}  # copies, by source and target
         self.mark = self.root.clock()
+        self._read: dict[str, set[ObjectInfo]] = {}  # what was listed when it was read last, by name or key
 
     def directory(self) -> CheckpointDirectory:
         """A fresh object, as another process would have it."""
@@ -246,6 +258,9 @@ class Site:
     def steps(self) -> dict[int, Saved]:
         steps = ((parse_step(name), saved) for name, saved in self.live.items())
         return {step: saved for step, saved in sorted(steps, key=str) if step is not None}
+
+    def save_id_of(self, name: str) -> str | None:
+        return self.live[name].save_id if name in self.live else None
 
     # --- looking -----------------------------------------------------------------------------------------
 
@@ -270,37 +285,51 @@ class Site:
             self.live[name] = found
         return found
 
-    def check(self) -> None:
-        """The directory shows exactly the model, and every checkpoint loads; nothing foreign was touched."""
-        infos = {info.name: info for info in self.directory().list()}
-        assert infos.keys() == self.live.keys(), f"listed {sorted(infos)}, live are {sorted(self.live)}"
-        for name, saved in self.live.items():
-            assert _seen(infos[name], read_payload(self.root, infos[name])) == saved
-        latest = self.directory().latest()
-        assert (latest and latest.step) == max(self.steps, default=None)
-        self._check_objects()
+    def check(self, *, is_thorough: bool = False) -> None:
+        """The directory shows exactly the model, and every checkpoint loads; nothing foreign was touched.
 
-    def _check_objects(self) -> None:
-        objects = {info.key: info for info in self.root.list()}
+        Args:
+            is_thorough: Read again what by its listing did not change since it was read last.
+        """
+        directory, objects = self.directory(), {info.key: info for info in self.root.list()}
+        infos = {info.name: info for info in directory.list()}
+        assert infos.keys() == self.live.keys(), f"listed {sorted(infos)}, live are {sorted(self.live)}"
+        latest = directory.latest()
+        assert (latest and latest.step) == max(self.steps, default=None)
+        if is_thorough:
+            self._read.clear()
+            rated = [saved.metrics["loss"] for saved in self.live.values() if saved.metrics]
+            best = directory.best("loss")
+            assert (best and best.metrics["loss"]) == min(rated, default=None)
+        for name, saved in self.live.items():
+            self._check_content(infos[name], saved, objects)
+        self._check_foreign(objects)
+        self._check_tops(objects)
+
+    def _check_content(self, info: CheckpointInfo, saved: Saved, objects: Mapping[str, ObjectInfo]) -> None:
+        seen = {each for key, each in objects.items() if key.startswith(f"{info.name}/")}
+        if self._read.get(info.name) == seen:
+            assert _seen(info, saved.payload) == saved
+            return
+        assert _seen(info, read_payload(self.root, info)) == saved
+        if info.kind == OURS and info.name not in self.unpublished:
+            assert self.root.read(f"{info.name}/.metadata") == read_stock_metadata(self.root, info.name)
+        self._read[info.name] = seen
+
+    def _check_foreign(self, objects: Mapping[str, ObjectInfo]) -> None:
         for key, data in self.foreign.items():
             assert key in objects, f"the foreign {key} is gone"
-            assert self.root.read(key) == data, f"the foreign {key} is altered"
+            if self._read.get(key) != {objects[key]}:
+                assert self.root.read(key) == data, f"the foreign {key} is altered"
+                self._read[key] = {objects[key]}
+
+    def _check_tops(self, objects: Mapping[str, ObjectInfo]) -> None:
+        """No number of a generation is used twice, but where the whole folder went."""
         tops = tops_of(objects)
         if not self.root.capabilities.has_folders:
             for name, top in self.tops.items():
                 assert tops.get(name, 0) >= top, f"generation {top} of {name} is gone"
         self.tops = tops
-        for name in self.live.keys() - self.unpublished:
-            manifest = self.newest_manifest(name)
-            if manifest is not None and manifest.stock_metadata is not None:
-                stock = self.root.read(f"{name}/{manifest.stock_metadata.key}")
-                assert self.root.read(f"{name}/.metadata") == stock, f"{name}/.metadata is stale"
-
-    def newest_manifest(self, name: str) -> Manifest | None:
-        with suppress(CheckpointNotFoundError):
-            newest = read_newest(self.root.scope(name))
-            return None if newest is None else newest.manifest
-        return None
 
     # --- garbage -----------------------------------------------------------------------------------------
 
@@ -398,6 +427,14 @@ def read_payload(root: Store, info: CheckpointInfo) -> bytes:
     assert newest is not None
     assert newest.manifest.save_id == info.save_id
     return _read_ours(checkpoint, newest.manifest)
+
+
+def read_stock_metadata(root: Store, name: str) -> bytes:
+    """Read what ``.metadata`` of a checkpoint of ours must hold."""
+    newest = read_newest(root.scope(name))
+    assert newest is not None
+    assert newest.manifest.stock_metadata is not None
+    return root.read(f"{name}/{newest.manifest.stock_metadata.key}")
 
 
 def _read_ours(checkpoint: Store, manifest: Manifest) -> bytes:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ names = st.sampled_from(NAMES)
 positions = st.integers(0, 7)
 whiches = positions | positions | names  # that of the live ones, or of that name
 metrics = st.sampled_from((0.25, 0.5, 1.0))
+begun = st.tuples(names, st.booleans(), st.none() | metrics)
 crashes = st.builds(Fault, kind=st.just("crash"), call=st.integers(1, 10), is_done=st.booleans())
 failures = st.builds(
     Fault, kind=st.sampled_from(("down", "blip")), call=st.integers(1, 25), is_done=st.booleans()
@@ -182,10 +183,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.touched: set[int] = set()
         world.count("examples")
 
-    @initialize(saved=st.lists(names, max_size=4, unique=True))
-    def begin_with_some_checkpoints(self, saved: Sequence[str]) -> None:
-        for name in saved:
+    @initialize(saved=st.lists(begun, min_size=1, max_size=len(NAMES), unique_by=lambda each: each[0]))
+    def begin_with_some_checkpoints(self, saved: Sequence[tuple[str, bool, float | None]]) -> None:
+        for name, pinned, loss in saved:
             self.save(0, name, False, None)
+            if loss is not None:
+                self.annotate(0, name, loss, None)
+            if pinned:
+                self.pin_or_unpin(0, name, pinned, None)
 
     # --- saving ------------------------------------------------------------------------------------------
 
@@ -252,13 +257,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         values = {"loss": loss}
         self._change(at, name, lambda: directory.annotate(name, metrics=values), fault, metrics=values)
 
-    @rule(at=sites)
-    def ask_for_the_best(self, at: int) -> None:
-        site = self._site(at)
-        rated = [saved.metrics["loss"] for saved in site.live.values() if saved.metrics]
-        best = site.directory().best("loss")
-        assert (best and best.metrics["loss"]) == min(rated, default=None)
-
     # --- deleting ----------------------------------------------------------------------------------------
 
     @rule(at=sites, which=whiches, fault=faults)
@@ -305,7 +303,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             _check_report(outcome.result, expected, is_dry=is_dry, may_fail=outcome.has_struck)
         for name in set() if is_dry else expected - busy:
             is_done = outcome.result is not None and name in outcome.result.deleted
-            self._settle(site, name, None, replace(outcome, is_interrupted=not is_done))
+            self._settle(site, name, [None], replace(outcome, is_interrupted=not is_done))
 
     @rule(at=sites, which=whiches)
     def resume_from(self, at: int, which: Which) -> None:
@@ -355,13 +353,11 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     # --- sweeping ----------------------------------------------------------------------------------------
 
-    @rule(at=sites)
-    def mark_the_time(self, at: int) -> None:
-        self.sites[at].mark = self.sites[at].root.clock()
-
     @rule(at=sites, age=st.sampled_from(("grace", "mark", "none")), fault=faults)
     def sweep(self, at: int, age: str, fault: Fault | None) -> None:
-        self._sweep(self._site(at), age, fault)
+        site = self._site(at)
+        self._sweep(site, age, fault)
+        site.mark = site.root.clock()
 
     @rule(at=sites, fault=faults)
     def sweep_the_finished_run(self, at: int, fault: Fault | None) -> None:
@@ -389,6 +385,12 @@ class DirectoryMachine(RuleBasedStateMachine):
             site.loose.discard(f"{name}/{key}")
         site.settle(name, Saved(b" ".join(parts), kind=STOCK))
 
+    @rule(at=sites, name=names)
+    def a_write_is_cut_short(self, at: int, name: str) -> None:
+        site = self._site(at)
+        if site.cut_a_write is not None:
+            site.cut_a_write(name, next(self.numbers))
+
     # --- looking -----------------------------------------------------------------------------------------
 
     @invariant()
@@ -400,7 +402,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if sys.exc_info()[0] is None:
             for site in self.sites:
-                site.check()
+                site.check(is_thorough=True)
                 self._end(site)
             self.world.close()
         resumed.forget_all()
@@ -410,8 +412,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         site.pending.clear()
         self._sweep(site, "none")
         self._sweep(site, "none", tombstones=True)
-        site.check()
-        assert not site.root.list_leftovers()
+        site.check(is_thorough=True)
+        usage = site.directory().usage()
+        assert usage.leftover_bytes == sum(remains.total_bytes for remains in usage.remains) == 0
         for name, saved in site.live.items():
             report = site.directory().verify(name, read_data=True)
             assert saved.kind == STOCK or report.is_sound, report.problems
@@ -444,6 +447,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         with self.world.later(A_MOMENT if age == "none" else timedelta()):
             dry = site.directory().sweep(older_than=older_than, tombstones=tombstones)
             assert site.objects() == before, "a dry run changed something"
+            told = {each.key for each in dry.garbage} - {each.key for each in site.root.list_leftovers()}
+            assert told <= garbage.keys() | site.loose, f"{sorted(told - garbage.keys())} is no garbage"
             outcome = self.world.run(
                 lambda: site.directory().sweep(older_than=older_than, dry_run=False, tombstones=tombstones),
                 fault,
@@ -459,6 +464,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             # A closed folder goes with its mark, unless foreign files lie in it.
             marks = set() if tombstones else {manifest_path(*top) for top in tops_of(before).items()}
             _check_sweep(outcome, dry, gone, garbage.keys() - marks if age == "none" else set())
+            assert age != "none" or not site.root.list_leftovers()
         elif outcome.error is not None:
             assert isinstance(outcome.error, (StoreError, SimulatedCrash)), repr(outcome.error)
         if tombstones:
@@ -491,14 +497,21 @@ class DirectoryMachine(RuleBasedStateMachine):
         fault: Fault | None,
     ) -> None:
         refusals = _refusals_to_copy(site, name, other, target, overwrite)
-        self._perform(
+        attempt = site.save_id_of(name), target
+        # Committed by an earlier call that died before its end: this one may just bring it to its end.
+        is_taken_up = attempt in other.cut_short and other.cut_short[attempt] == other.save_id_of(target)
+        # A tombstone stands in a stock copy's way, but where its whole folder is taken away first.
+        is_in_the_way = target not in other.live and target in other.tops
+        done = self._perform(
             act,
-            changes=[] if refusals else [(other, target, _copy_of(site.live[name]))],
-            refusals=refusals,
-            # A tombstone stands in a stock copy's way, but where its whole folder is taken away first.
-            tolerated=(CheckpointExistsError,) if other.tops.get(target) and target not in other.live else (),
+            changes=[(other, target, _copy_of(site.live[name]))] if is_taken_up or not refusals else [],
+            refusals=() if is_taken_up else refusals,
+            tolerated=refusals if is_taken_up else (CheckpointExistsError,) if is_in_the_way else (),
+            may_be_done=is_taken_up,
             fault=fault,
         )
+        if done is None and name in site.live and target in other.live:
+            other.cut_short[attempt] = other.save_id_of(target)
 
     def _perform(
         self,
@@ -507,6 +520,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         changes: Sequence[Change] = (),
         refusals: Errors = (),
         tolerated: Errors = (),
+        may_be_done: bool = False,
         fault: Fault | None = None,
     ) -> Any:
         """Do something, and see that it was done, was refused as it must be, or was interrupted.
@@ -515,6 +529,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             changes: What becomes of which checkpoints.
             refusals: One of these errors must be raised.
             tolerated: One of these may be raised; then no checkpoint changes.
+            may_be_done: The checkpoints may stay as they are.
             fault: What happens meanwhile; then each checkpoint may also be as it was before.
 
         Returns:
@@ -534,25 +549,24 @@ class DirectoryMachine(RuleBasedStateMachine):
         for site, name, after in changes:
             before = site.live.get(name)
             is_undone = isinstance(error, (*tolerated, SaveFailedError))
-            self._settle(site, name, before if is_undone else after, outcome)
+            wanted = [before] if is_undone else [after, before] if may_be_done else [after]
+            self._settle(site, name, wanted, outcome)
         return outcome.result
 
-    def _settle(self, site: Site, name: str, after: Saved | None, outcome: Outcome) -> None:
+    def _settle(self, site: Site, name: str, wanted: Sequence[Saved | None], outcome: Outcome) -> None:
         """See what became of a checkpoint; if the operation was interrupted, it may be as it was before."""
         before = site.live.get(name)
-        kinds = {saved.kind for saved in (before, after) if saved is not None}
-        allowed = [after]
+        allowed = list(wanted)
         if outcome.is_interrupted:
-            allowed.append(before)
             # There is no manifest with which a copy without one could replace another in one step.
-            allowed += [None] if after is not None and after.kind == STOCK else []
+            allowed += [before, *(None for saved in wanted if saved is not None and saved.kind == STOCK)]
         found = site.settle(name, *allowed)
         if outcome.has_struck:
             site.unpublished.add(name)
         elif found is None or before is None or found.save_id != before.save_id:
             site.unpublished.discard(name)
         files = {f"{name}/{key}" for key in STOCK_FILES}
-        if STOCK in kinds:
+        if any(saved is not None and saved.kind == STOCK for saved in (before, *wanted)):
             site.loose = site.loose | files if outcome.has_struck else site.loose - files
         if found is not None and found.kind == STOCK:
             site.loose -= files
@@ -665,6 +679,24 @@ def world(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             print("", *(f"{count:6} {what}" for what, count in sorted(world.counts.items())), sep="\n")
 
 
+def cut_a_local_write(root: Path, name: str, number: int) -> None:
+    """Leave what a process leaves that is killed within a write or a deletion."""
+    (root / name).mkdir(parents=True, exist_ok=True)
+    if number % 3 == 0:
+        (root / name / f".tmp-{number:024x}").write_bytes(b"half")
+    elif number % 3 == 1:
+        (root / name / f"d-{number:016x}").mkdir()
+    else:
+        (root / f".trash-{number:024x}").mkdir()
+        (root / f".trash-{number:024x}" / "manifest.000001.json").write_bytes(b"half gone")
+
+
+def cut_an_upload(server: LocalServer, url: str, name: str, number: int) -> None:
+    """Leave an upload of several parts open."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    server.client().create_multipart_upload(Bucket=bucket, Key=f"{prefix}/{name}/d-{number:016x}/0.distcp")
+
+
 def test_no_life_of_a_directory_in_memory_breaks_a_promise(world: World) -> None:
     def fresh() -> Sequence[Site]:
         number = world.counts.get("examples", 0)
@@ -675,8 +707,8 @@ def test_no_life_of_a_directory_in_memory_breaks_a_promise(world: World) -> None
 
 def test_no_life_of_a_local_directory_breaks_a_promise(world: World, tmp_path: Path) -> None:
     def fresh() -> Sequence[Site]:
-        number = world.counts.get("examples", 0)
-        return [Site(world, str(tmp_path / f"{number}" / each)) for each in "ab"]
+        folders = [tmp_path / str(world.counts.get("examples", 0)) / each for each in "ab"]
+        return [Site(world, str(each), cut_a_write=partial(cut_a_local_write, each)) for each in folders]
 
     run(world, fresh, examples=20, steps=40)
 
@@ -685,10 +717,11 @@ def test_no_life_of_a_local_directory_breaks_a_promise(world: World, tmp_path: P
 def test_no_life_of_a_directory_on_seaweedfs_breaks_a_promise(
     world: World, seaweed: LocalServer, fresh_root: Callable[[LocalServer], str]
 ) -> None:
-    options = seaweed.storage_options()
-    run(
-        world,
-        lambda: [Site(world, fresh_root(seaweed), options) for _ in "ab"],
-        examples=5,
-        steps=20,
-    )
+    def fresh() -> Sequence[Site]:
+        urls = [fresh_root(seaweed) for _ in "ab"]
+        return [
+            Site(world, url, seaweed.storage_options(), cut_a_write=partial(cut_an_upload, seaweed, url))
+            for url in urls
+        ]
+
+    run(world, fresh, examples=5, steps=20)
