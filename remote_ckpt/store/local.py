@@ -229,7 +229,7 @@ class LocalStore:
             except FileNotFoundError as error:
                 if create:  # the system's answer where nothing can be made, as in /proc
                     raise place.error(StoreError, "cannot create the folder") from error
-                raise place.error(CheckpointNotFoundError, "there is no such checkpoint: no folder of that name") from error
+                raise place.error(CheckpointNotFoundError, "no checkpoint: no folder of that name") from error
             except NotADirectoryError as error:
                 raise place.error(CheckpointExistsError, "a file stands where a folder is needed") from error
         scoped = LocalStore(folder.path)
