@@ -286,6 +286,25 @@ def test_a_twin_does_not_commit_on_top_of_the_deletion_of_its_attempt() -> None:
     assert manifests_of(memory, "best") == ["manifest.000001.json", "manifest.000002.json"]
 
 
+def test_a_twin_does_not_commit_on_top_of_a_deletion_that_has_not_removed_its_objects_yet() -> None:
+    """The tombstone names the attempt's keys: whoever finishes the deletion would take them away."""
+    memory = MemoryStore.fresh()
+    save(memory, b"one")
+    with pytest.raises(SimulatedCrash):
+        copy_checkpoint(scripted(memory, answers("create", {0: SimulatedCrash()})), "10", "best")
+
+    def finish_and_begin_to_delete() -> None:
+        copy_checkpoint(memory, "10", "best")
+        with pytest.raises(SimulatedCrash):
+            dying = scripted(memory, answers("delete", {0: SimulatedCrash()}, key=""))
+            delete_checkpoint(dying.scope("best"))
+
+    store = scripted(memory, Script(before=once("write", finish_and_begin_to_delete)))
+    with pytest.raises(CheckpointChangedError, match="generation 2"):
+        copy_checkpoint(store, "10", "best")
+    assert manifests_of(memory, "best") == ["manifest.000001.json", "manifest.000002.json"]
+
+
 def test_a_local_copy_shares_the_bytes_on_disk(tmp_path: Path) -> None:
     root = LocalStore(tmp_path)
     source = save(root, b"one")
