@@ -19,9 +19,11 @@ from remote_ckpt.dcp.paths import CheckpointPath
 from remote_ckpt.directory import CheckpointDirectory, Mode, Step
 from remote_ckpt.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     LoadFailedError,
+    SaveFailedError,
 )
 from remote_ckpt.info import CheckpointInfo
 from remote_ckpt.log import logger
@@ -146,7 +148,9 @@ class CheckpointManager(CheckpointDirectory):
             CheckpointExistsError, CheckpointPinnedError, SaveFailedError, CommitUnknownError, ConfigError,
             StoreError: As :func:`~remote_ckpt.save_checkpoint`.
         """
-        path = self.path(_name_to_save(step))
+        group = self._group(SaveFailedError)
+        # A call that is wrong on one rank is an error on all of them, rather than a wait for the one.
+        path, numbers = group.agree(lambda: (self.path(_name_to_save(step)), _numbers(metrics)))
         save_state(
             path,
             iteration=step if iteration is None else iteration,
@@ -158,10 +162,10 @@ class CheckpointManager(CheckpointDirectory):
             storage_options=self._place.storage_options,
             transport=self._place.transport,
             options=self._place.options,
-            metrics=_numbers(metrics),
+            metrics=numbers,
             user_metadata=metadata,
         )
-        if self.policy is not None and self._group().is_coordinator:
+        if self.policy is not None and group.is_coordinator:
             self._pruning.begin(self._prune_quietly)
         return path
 
@@ -276,12 +280,12 @@ class CheckpointManager(CheckpointDirectory):
 
     # --- inside --------------------------------------------------------------------------------------
 
-    def _group(self) -> Group:
+    def _group(self, failure: type[CheckpointError]) -> Group:
         seconds = self._place.options.commit.collective_seconds
-        return open_group(self._process_group, timeout_seconds=seconds, failure=LoadFailedError)
+        return open_group(self._process_group, timeout_seconds=seconds, failure=failure)
 
     def _agreed(self, look: Callable[[], CheckpointInfo | None]) -> CheckpointInfo | None:
-        return self._group().broadcast_from_coordinator(look)
+        return self._group(LoadFailedError).broadcast_from_coordinator(look)
 
     def _directory_settled(self) -> CheckpointDirectory:
         self._pruning.wait()

@@ -303,6 +303,25 @@ def test_all_ranks_get_the_error_of_the_rank_that_looked(ranks: Ranks, tmp_path:
     assert len(first) == 3
 
 
+def save_wrongly_on_rank_1(url: str) -> list[str]:
+    manager = CheckpointManager(url)
+    errors = []
+    calls: list[tuple[Any, dict[str, Any]]] = [(1, {"loss": "low"}), ("a/b", {}), (-1, {})]
+    for step, metrics in calls:
+        try:
+            wrong = dist.get_rank() == 1
+            manager.save(step if wrong else 1, model=model_of(1.0), metrics=metrics if wrong else None)
+        except ConfigError as error:
+            errors.append(f"rank {error.rank}")
+    return errors
+
+
+@pytest.mark.ranks
+def test_a_call_that_is_wrong_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(save_wrongly_on_rank_1, str(tmp_path), size=2) == [["rank 1"] * 3] * 2
+    assert names(CheckpointDirectory(tmp_path)) == []
+
+
 def load_with_another_model(url: str) -> str:
     try:
         CheckpointManager(url).load(model=nn.Linear(2, 2))
