@@ -295,8 +295,8 @@ def test_a_twin_does_not_commit_on_top_of_a_deletion_that_has_not_removed_its_ob
 
     def finish_and_begin_to_delete() -> None:
         copy_checkpoint(memory, "10", "best")
+        dying = scripted(memory, answers("delete", {0: SimulatedCrash()}, key=""))
         with pytest.raises(SimulatedCrash):
-            dying = scripted(memory, answers("delete", {0: SimulatedCrash()}, key=""))
             delete_checkpoint(dying.scope("best"))
 
     store = scripted(memory, Script(before=once("write", finish_and_begin_to_delete)))
