@@ -18,7 +18,13 @@ from typing import Any, Final
 
 from fsspec.asyn import sync
 
-from remote_ckpt.errors import ObjectNotFoundError, StoreUnavailableError
+from remote_ckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnavailableError,
+)
 from remote_ckpt.options import RetryOptions, TransferOptions
 from remote_ckpt.store.base import (
     ChunkSource,
@@ -158,7 +164,7 @@ class S3fsStore(FsspecStore):
         return Listing(tuple(infos), tuple(sorted(name for name in names if is_key(name))))
 
     def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
-        """See :meth:`Store.delete`; one request for each thousand keys."""
+        """See :meth:`Store.delete`; one request for each thousand keys, if the store takes batches."""
         wanted = [check_key(key) for key in dict.fromkeys(keys)]
         batches = [wanted[i : i + _DELETE_BATCH] for i in range(0, len(wanted), _DELETE_BATCH)]
         return [failure for batch in batches for failure in self._delete_batch(batch)]
@@ -263,8 +269,14 @@ class S3fsStore(FsspecStore):
 
     def _delete_batch(self, keys: Sequence[str]) -> Iterator[DeleteFailure]:
         objects = [{"Key": self._path_in_bucket(key)} for key in keys]
-        with self._request("delete"):
-            answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
+        try:
+            with self._request("delete"):
+                answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
+        except (BucketNotFoundError, StoreUnavailableError, AccessDeniedError):
+            raise
+        except StoreError:  # not all that speak S3 know batches
+            yield from super().delete(keys)
+            return
         root = self._path_in_bucket("")
         for refused in answer.get("Errors", ()):
             key = refused["Key"][len(root) :]

@@ -7,13 +7,16 @@ What obstore does that this adapter guards against, each found by trying (obstor
 - it cuts a range that ends past the object's end: the length is checked
 - it counts no parts (10,000 is S3's limit), and its default part of 5 MiB caps an object at 48.8 GiB
 - its time-out of 30 s includes the body: here it grows with the size of a part, and a read may not pause
-- a batch delete stops at the first error: then each key is deleted on its own
+- a batch delete stops at the first error: then each key is deleted on its own, and by requests of its own
+  where the store refuses batches
+- it takes most errors that come with 200 for a copy that was made: the copy is looked at
 - it takes any XML or HTML for a listing, and fails all of it for one key such as ``a//b``: S3 is listed
   by :mod:`remote_ckpt.store.s3_listing`
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -214,19 +217,20 @@ class ObstoreStore(FolderlessStore):
         except (BucketNotFoundError, StoreUnavailableError):
             raise
         except StoreError as error:
-            if self._is_of_the_batch(error):
+            is_of_batch = self._is_of_the_batch(error)
+            if is_of_batch and isinstance(error, AccessDeniedError):
                 return [DeleteFailure(key, error) for key in paths]
-            return [failure for key in paths if (failure := self._delete_one(key)) is not None]
+            failures = (self._delete_one(key, is_single=is_of_batch) for key in paths)
+            return [failure for failure in failures if failure is not None]
         return ()
 
     def _is_of_the_batch(self, error: StoreError) -> bool:
         """Whether a refusal is one of S3's for all keys: those of single keys come in a successful answer."""
         is_batch = self._location.scheme == "s3" and not self._settings.config.get("disable_bulk_delete")
-        is_whole = error.__cause__ is not None and status_of(error.__cause__) is not None
-        return is_batch and is_whole and isinstance(error, AccessDeniedError)
+        return is_batch and error.__cause__ is not None and status_of(error.__cause__) is not None
 
     def copy(self, source: str, target: str) -> None:
-        """See :meth:`Store.copy`; above 5 GiB S3 needs boto3."""
+        """See :meth:`Store.copy`; two more requests. Above 5 GiB S3 needs boto3."""
         size_bytes = self.info(source).size_bytes
         path = self._root + check_key(target)
         if size_bytes > MAX_COPY_BYTES and self._location.scheme == "s3":
@@ -234,6 +238,16 @@ class ObstoreStore(FolderlessStore):
             return
         with self._request("copy", source) as (clients, source_path):
             obstore.copy(clients.bodies, source_path, path)
+        self._check_copied(target, size_bytes)
+
+    def _check_copied(self, target: str, size_bytes: int) -> None:
+        """Raise StoreUnavailableError where a copy that was reported is not there."""
+        with contextlib.suppress(ObjectNotFoundError):
+            if self.info(target).size_bytes == size_bytes:
+                return
+        raise StoreUnavailableError(
+            "the store reported a copy that it did not make", url=self.url, key=target, operation="copy"
+        )
 
     def list_leftovers(self) -> Sequence[Leftover]:
         """See :meth:`Store.list_leftovers`: the open multipart uploads of S3.
@@ -322,10 +336,10 @@ class ObstoreStore(FolderlessStore):
     def _relative(self, infos: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
         return (replace(info, key=info.key[len(self._root) :]) for info in infos)
 
-    def _delete_one(self, key: str) -> DeleteFailure | None:
+    def _delete_one(self, key: str, *, is_single: bool = False) -> DeleteFailure | None:
         try:
             with self._request("delete", key) as (clients, path):
-                obstore.delete(clients.once, path)
+                obstore.delete(clients.single if is_single else clients.once, path)
         except ObjectNotFoundError:
             return None
         except StoreError as error:

@@ -40,6 +40,7 @@ class Clients:
         bodies: Gives bodies more time.
         reads: As ``bodies``, for answers with a body: one that stalls is given up long before that time, so
             that another try comes before the deadline of all tries.
+        single: As ``once``, but deletes each key by itself: not all that speak S3 know batches.
         parts: As ``bodies``, but repeats a part of a multipart upload a few times, since above it the
             whole object would be sent anew.
         lister: Lists the bucket.
@@ -49,6 +50,7 @@ class Clients:
     once: Any
     bodies: Any
     reads: Any
+    single: Any
     parts: Any
     lister: Lister
     http: HttpClient
@@ -111,31 +113,34 @@ def open_clients(
     )
     make = _DRIVERS[location.scheme]
 
-    def client(timeout_seconds: float, max_retries: int, **timeouts: timedelta) -> Any:
+    def client(
+        timeout_seconds: float, max_retries: int = 0, *, pause_seconds: float | None = None, **config: Any
+    ) -> Any:
         options = {
             "timeout": timedelta(seconds=timeout_seconds),
             "connect_timeout": timedelta(seconds=retry.connect_seconds),
-            **timeouts,
+            **({} if pause_seconds is None else {"read_timeout": timedelta(seconds=pause_seconds)}),
             **settings.client_options,
         }
         return make(
             location.bucket,
-            config=dict(settings.config),
+            config={**settings.config, **config},
             client_options=options,
             retry_config=_retry_config(retry, max_retries),
             credential_provider=settings.provider,
         )
 
     try:
-        once, bodies = client(once_seconds, 0), client(bodies_seconds, 0)
-        reads = client(bodies_seconds, 0, read_timeout=timedelta(seconds=once_seconds))
+        once, bodies = client(once_seconds), client(bodies_seconds)
+        reads = client(bodies_seconds, pause_seconds=once_seconds)
+        single = client(once_seconds, disable_bulk_delete=True) if location.scheme == "s3" else once
         parts = client(bodies_seconds, _PART_RETRIES)
     except (BaseError, ValueError, TypeError) as error:
         message = "obstore refused the settings of the store"
         if location.scheme in ("gs", "az"):  # mostly, what says who signs is missing or malformed
             message += f": {HOW_TO_SIGN[location.scheme]}"
         raise ConfigError(message, url=location.url) from redacted(error)
-    return Clients(once, bodies, reads, parts, _open_lister(location, settings, http, once), http)
+    return Clients(once, bodies, reads, single, parts, _open_lister(location, settings, http, once), http)
 
 
 def _open_lister(location: Location, settings: DriverSettings, http: HttpClient, once: Any) -> Lister:
