@@ -342,6 +342,15 @@ def test_large_tensors_are_read_in_parts_within_the_budget(root: Store) -> None:
     assert change.first.endswith(" in the box at [0, 4194304]")
 
 
+def test_of_a_tensor_that_is_known_to_differ_the_rest_is_not_read(root: Store) -> None:
+    data = pattern(1200)
+    write_checkpoint(root, "1", {"t": columns((30, 40), data, [10, 30])})
+    write_checkpoint(root, "2", {"t": columns((30, 40), altered(data, 0), [20, 20])})
+    store = FaultStore(root)
+    assert compare(store, read_data=True, options=TIGHT).changes[0].first.endswith(" in the box at [0, 0]")
+    assert len([call for call in store.calls if call.operation == "read_range"]) == 2 * (4 + 1)
+
+
 def test_near_runs_share_a_request_and_far_ones_do_not() -> None:
     runs = [Run(at, 10 * at, 4) for at in (0, 10, 20, 100)]
     assert list(cut_windows(runs, max_bytes=1000, gap_bytes=96)) == [runs[:3], runs[3:]]
