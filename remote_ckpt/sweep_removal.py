@@ -19,7 +19,6 @@ from remote_ckpt.errors import (
     ObjectNotFoundError,
     RemoteCkptError,
     StoreError,
-    SweepRefusedError,
 )
 from remote_ckpt.keys import manifest_key, own_key, parse_manifest_key
 from remote_ckpt.newest import Newest, look
@@ -78,7 +77,9 @@ def remove_from(root: Store, planned: CheckpointPlan, terms: Terms, options: Opt
             fresh = look_at(checkpoint, planned.name, terms)
             if not checkpoint.is_current():
                 return
-            _check_goes_on(checkpoint, planned, fresh)
+            if fresh.warning is not None:
+                tally.add_failure(planned.name, fresh.warning)
+                return
             _Removal(checkpoint, _agreed(planned, fresh), options, tally).run()
     except CheckpointNotFoundError:
         return  # a folder that was removed meanwhile
@@ -124,20 +125,6 @@ def _remove_leftover(root: Store, garbage: Garbage, leftover: Leftover, tally: T
 
 
 # --- one checkpoint ----------------------------------------------------------------------------------
-
-
-def _check_goes_on(checkpoint: Store, planned: CheckpointPlan, fresh: CheckpointPlan) -> None:
-    """Refuse a listing without the manifest that was newest before: numbers never go back, but in folders."""
-    if fresh.warning is not None:
-        raise SweepRefusedError(fresh.warning, url=checkpoint.url, step=planned.name, operation="sweep")
-    before, now = _generation(planned.newest), _generation(fresh.newest)
-    if now < before and fresh.garbage and not checkpoint.capabilities.has_folders:
-        raise SweepRefusedError(
-            f"checkpoint {planned.name} had {manifest_key(before)} a moment ago, and now it is not listed",
-            url=checkpoint.url,
-            step=planned.name,
-            operation="sweep",
-        )
 
 
 def _generation(newest: Newest | None) -> int:

@@ -308,6 +308,16 @@ class TestTombstones:
         report = sweep(aged(root, is_young=lambda key: key.endswith(manifest_key(2))), tombstones=True)
         assert report.garbage == ()
 
+    def test_it_stays_while_it_is_young_though_nothing_else_is_left(self, memory: Store) -> None:
+        save(memory, b"gone")
+        delete_checkpoint(memory.scope("10"))
+        swept(memory)
+        young = manifest_key(2)
+        assert all_keys(memory) == {f"10/{young}"}
+        report = sweep(aged(memory, is_young=lambda key: key.endswith(young)), tombstones=True)
+        assert report.garbage == ()
+        assert f"10/{young}" in reasons(sweep(aged(memory), tombstones=True))
+
     def test_it_stays_beside_a_save_that_may_be_in_progress(self, root: Store) -> None:
         garbage = leave_half_deleted(root, "30")
         store = aged(root)

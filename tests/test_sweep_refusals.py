@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from protocol import Script, load, manifests_of, once, save, scripted
 from sweeping import (
+    PROBE,
     Holding,
     aged,
     all_keys,
@@ -137,6 +138,17 @@ class TestDoubtfulListings:
         # Its index and metadata still are there: without the manifest they look like a killed save's.
         assert refused(memory, lying, match=r"lacks manifest.000001.json").step == "40"
 
+    def test_a_newest_manifest_that_no_listing_shows_above_those_that_were_swept(self, memory: Store) -> None:
+        """No key tells, as the first generation is gone: ``.metadata`` does."""
+        swept(memory)
+        lying = showing(memory, lambda url, key: not (url.endswith("/10") and key == manifest_key(3)))
+        before = memory.list()
+        report = sweep(aged(memory, lying), dry_run=False)
+        assert report.garbage == ()
+        (warning,) = report.warnings
+        assert "passing over checkpoint 10: its .metadata leads to objects of ours" in warning
+        assert memory.list() == before
+
     def test_a_root_that_seems_empty_while_checkpoints_are_below(self, memory: Store) -> None:
         def after(call: StoreCall, result: Any) -> Any:
             is_root = call.url == memory.url and call.operation == "list_children"
@@ -191,6 +203,32 @@ class TestDoubtfulListings:
         assert load(memory, "40_keep") == b"copied"
         kept = {key for key in garbage if key.startswith("40_keep/")}
         assert garbage.keys() & all_keys(memory) == kept
+
+
+class TestChangesAfterThePlan:
+    def test_what_was_written_anew_stays(self, memory: Store) -> None:
+        garbage = reasons(sweep(aged(memory)))
+        again = {PROBE, min(key for key, why in garbage.items() if why == UNCOMMITTED and key < "3")}
+
+        def write_again() -> None:
+            for key in again:
+                memory.write(key, b"anew")
+
+        script = Script(after=once(AFTER_SCAN, write_again))
+        report = sweep(aged(memory, scripted(memory, script)), dry_run=False)
+        assert report.failures == ()
+        assert report.removed_count == len(garbage) - len(again)
+        assert garbage.keys() & all_keys(memory) == again
+
+    def test_a_checkpoint_that_lost_an_object_is_reported_and_left_alone(self, memory: Store) -> None:
+        garbage = reasons(sweep(aged(memory)))
+        lost = f"10/{newest_of(memory, '10').manifest.objects[0].key}"
+        script = Script(after=once(AFTER_SCAN, lambda: memory.delete([lost])))
+        report = sweep(aged(memory, scripted(memory, script)), dry_run=False)
+        (failure,) = report.failures
+        assert failure.key == "10"
+        assert "passing over checkpoint 10: it needs" in failure.message
+        assert garbage.keys() & all_keys(memory) == {key for key in garbage if key.startswith("10/")}
 
 
 class TestClock:
