@@ -176,6 +176,13 @@ class TestErrors:
             ("ls", "x", "s3://AKIAID:hunter2@bucket/run"),
             ("ls", "s3://bucket/run", "--storage-option", "hunter2"),
             ("ls", "s3://bucket/run", "--storage-option", "nosuch=hunter2"),
+            ("ls", "s3://bucket/run", "--storage-option", "key=AKIA", "secret=hunter2"),
+            ("ls", "secret=hunter2"),
+            ("cp", "/a/1", "aws_secret_access_key=hunter2"),
+            ("rm", "s3://bucket/run/1", "--storage-option", "key=AKIA", "secret=hunter2", "--yes"),
+            ("ls", "s3://bucket/run", "--secret=hunter2"),
+            ("ls", "s3://bucket/run", "--storage-option", "key=AKIA", "token", "hunter2"),
+            ("secret=hunter2", "ls"),
             ("ls", "s3://bucket/run", "--endpoint-url", "http://user:hunter2@127.0.0.1:1"),
             ("ls", "http://host/run?X-Amz-Signature=hunter2"),
             ("cp", "/a/1", "s3://b/1", "--target-endpoint-url", "http://user:hunter2@127.0.0.1:1"),
@@ -186,6 +193,11 @@ class TestErrors:
         failed = run(*arguments, "--timeout", "1s", *more)
         assert failed.code != 0
         assert "hunter2" not in failed.stdout + failed.stderr
+
+    def test_an_option_that_lacks_its_name_is_named_without_its_value(self) -> None:
+        refused = run("rm", "s3://bucket/run/1", "secret=hunter2")
+        assert (refused.code, refused.stdout) == (2, "")
+        assert "give --storage-option before secret=..., or ./secret=... if it is a path" in refused.stderr
 
     def test_an_endpoint_that_does_not_answer_is_a_failure_of_the_store(self) -> None:
         options = [

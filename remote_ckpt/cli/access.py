@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from remote_ckpt.cli.command import check_path
 from remote_ckpt.cli.values import parse_duration, parse_storage_option, parsed
 from remote_ckpt.options import CommitOptions, Options, RetryOptions
 from remote_ckpt.url import Location, parse_location
@@ -106,10 +107,15 @@ def complete_folder(_context: object, _parameter: object, incomplete: str) -> li
     return [CompletionItem(incomplete, type="dir")]
 
 
-takes_root = click.argument("root", metavar="ROOT", shell_complete=complete_folder)
-takes_checkpoints = click.argument(
-    "paths", metavar="CHECKPOINT...", nargs=-1, required=True, shell_complete=complete_folder
-)
+def takes_path(name: str, *, metavar: str, **more: Any) -> Callable[[Function], Function]:
+    """Give a command an argument that is a path or URL."""
+    return click.argument(
+        name, metavar=metavar, shell_complete=complete_folder, callback=parsed(check_path), **more
+    )
+
+
+takes_root = takes_path("root", metavar="ROOT")
+takes_checkpoints = takes_path("paths", metavar="CHECKPOINT...", nargs=-1, required=True)
 
 
 # --- options -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,7 @@ from remote_ckpt.cli.exits import MEANINGS, ExitCode, exit_code_of
 from remote_ckpt.cli.terminal import drop_stdout, write_all_names
 
 PROGRAM: Final = "remote-ckpt"
+_WORD: Final = re.compile(r"-.*|[a-z]{1,15}", re.DOTALL)
 
 
 class Entry(NamedTuple):
@@ -61,6 +63,14 @@ class App(click.Group):
         module = importlib.import_module(f"remote_ckpt.cli.commands.{COMMANDS[cmd_name].module}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; what cannot be one is not repeated, since it may be a secret in a wrong place."""
+        if not ctx.resilient_parsing and not _WORD.fullmatch(args[0]):
+            ctx.fail("the first argument is no command, and is not repeated here")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""

@@ -87,8 +87,12 @@ def parse_storage_option(text: str) -> tuple[str, Any]:
     """
     key, plain = parse_pair(text)
     value = parse_json_or_text(plain)
-    is_secret = _SECRET.search(key) is not None
-    return key, plain if is_secret and not isinstance(value, dict | str) else value
+    return key, plain if names_secret(key) and not isinstance(value, dict | str) else value
+
+
+def names_secret(key: str) -> bool:
+    """Whether the value of a storage option of this name is a secret: ``key``, ``aws_secret``, ``token``."""
+    return _SECRET.search(key) is not None
 
 
 def parse_json_or_text(text: str) -> Any:

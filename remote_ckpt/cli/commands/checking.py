@@ -12,13 +12,14 @@ import click
 from remote_ckpt.cli.access import (
     Access,
     Named,
-    complete_folder,
     fitting_access,
     parse_checkpoint,
     takes_checkpoints,
+    takes_path,
     takes_store,
     takes_target_store,
 )
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, plain, takes_output
 from remote_ckpt.cli.several import Outcomes
@@ -41,7 +42,7 @@ class _Verified:
     seconds: float
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_checkpoints
 @click.option("--read-data", "is_data_read", is_flag=True, help="Read every byte and compare all checksums.")
 @takes_store
@@ -67,9 +68,9 @@ def verify(paths: Sequence[str], is_data_read: bool, access: Access, out: Output
     return outcomes.exit_code
 
 
-@click.command()
-@click.argument("first", metavar="CHECKPOINT", shell_complete=complete_folder)
-@click.argument("second", metavar="CHECKPOINT", shell_complete=complete_folder)
+@click.command(cls=Command)
+@takes_path("first", metavar="CHECKPOINT")
+@takes_path("second", metavar="CHECKPOINT")
 @click.option(
     "--read-data", "is_data_read", is_flag=True, help="Read the values that checksums do not decide."
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.output import Output, takes_output
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @takes_output
 def completion(shell: str, out: Output) -> None:

@@ -12,12 +12,13 @@ import click
 from remote_ckpt.cli.access import (
     Access,
     Named,
-    complete_folder,
     fitting_access,
     parse_checkpoint,
+    takes_path,
     takes_store,
     takes_target_store,
 )
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.several import Outcomes
@@ -40,9 +41,9 @@ class _Order:
     overwrite: bool
 
 
-@click.command()
-@click.argument("source", metavar="SOURCE", shell_complete=complete_folder)
-@click.argument("target", metavar="TARGET", shell_complete=complete_folder)
+@click.command(cls=Command)
+@takes_path("source", metavar="SOURCE")
+@takes_path("target", metavar="TARGET")
 @click.option(
     "--all",
     "is_all",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.access import Access, Named, parse_checkpoint, takes_checkpoints, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.several import Outcomes
@@ -38,7 +39,7 @@ class _Removal:
     info: CheckpointInfo | None
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_checkpoints
 @click.option("--yes", "is_sure", is_flag=True, help="Delete; without it the plan is shown and nothing done.")
 @takes_store

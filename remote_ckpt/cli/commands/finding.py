@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from remote_ckpt.cli.access import Access, takes_root, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.table import Cell, Column, Painted
@@ -35,7 +36,7 @@ _COLUMNS = (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_root
 @click.option(
     "--pattern", "patterns", multiple=True, metavar="GLOB", help="Only names that match. Repeatable."
@@ -60,7 +61,7 @@ def ls(root: str, patterns: Sequence[str], access: Access, out: Output) -> None:
     )
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_root
 @click.option(
     "--verify", "is_verified", is_flag=True, help="Pass over those whose objects are not all there."
@@ -74,7 +75,7 @@ def latest(root: str, is_verified: bool, access: Access, out: Output) -> ExitCod
     return _show_one(place, info, "with a step", out)
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_root
 @click.option("--metric", required=True, help="Name of the metric.")
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.access import Access, parse_checkpoint, takes_checkpoints, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.commands.finding import matches
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, plain, takes_output
@@ -67,7 +68,7 @@ class _Shown:
         return tensors + sum(value.length_bytes for value in self.values)
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_checkpoints
 @click.option(
     "--pattern",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.access import Access, parse_checkpoint, takes_checkpoints, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.several import Outcomes
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     Change = Callable[[CheckpointDirectory, str], CheckpointInfo]
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_checkpoints
 @takes_store
 @takes_output
@@ -32,7 +33,7 @@ def pin(paths: Sequence[str], access: Access, out: Output) -> ExitCode:
     )
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_checkpoints
 @takes_store
 @takes_output
@@ -43,7 +44,7 @@ def unpin(paths: Sequence[str], access: Access, out: Output) -> ExitCode:
     )
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_checkpoints
 @click.option(
     "--metric",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.access import Access, takes_root, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.output import Output, plain, takes_output
 from remote_ckpt.cli.table import Cell, Column, Painted
 from remote_ckpt.cli.text import escape, format_bytes, format_count
@@ -23,7 +24,7 @@ _COLUMNS = (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_root
 @takes_store
 @takes_output

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.access import Access, takes_root, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.table import Cell, Column, Painted
@@ -71,7 +72,7 @@ def takes_policy(function: Callable[..., ExitCode | None]) -> Callable[..., Exit
     return function
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_root
 @takes_policy
 @click.option("--yes", "is_sure", is_flag=True, help="Delete; without it the plan is shown and nothing done.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.access import Access, takes_root, takes_store
+from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, plain, takes_output
 from remote_ckpt.cli.table import Cell, Column
@@ -25,7 +26,7 @@ _COLUMNS = (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @takes_root
 @click.option(
     "--older-than",
