@@ -19,7 +19,7 @@ from remote_ckpt.manifest import ObjectEntry
 from remote_ckpt.moves import run_all
 from remote_ckpt.options import TransferOptions
 from remote_ckpt.progress import ProgressCounter
-from remote_ckpt.spans import PartResult, Span, block_length, check_part, expected_crc
+from remote_ckpt.spans import PartResult, Span, check_part, expected_crc
 from remote_ckpt.store.base import Store
 
 _MAX_READINGS = 4
@@ -193,7 +193,7 @@ class _Parts:
         """Put the parts together."""
         failures = [result.failure for result in self.results if result is not None and result.failure]
         wrong = {found for result in self._read_parts() for found in result.wrong}
-        wrong |= self._wrong_edges(block_bytes)
+        wrong |= self._wrong_edges()
         wrong |= self._lost(block_bytes)
         crc = self._crc()
         return Finding(
@@ -217,20 +217,17 @@ class _Parts:
             crc = combine_crc32c(crc, result.crc, self.range_of(number)[1])
         return crc
 
-    def _wrong_edges(self, block_bytes: int) -> set[tuple[int, int]]:
-        """Blocks that lie in several parts; one that was not read to its end has no right CRC."""
+    def _wrong_edges(self) -> set[tuple[int, int]]:
+        """Blocks that lie in several parts, from the CRCs of their pieces."""
         crcs: defaultdict[tuple[int, int], int] = defaultdict(int)
-        lengths: defaultdict[tuple[int, int], int] = defaultdict(int)
         for result in self._read_parts():  # in the order of the object's bytes
             for edge in result.edges:
                 block = edge.span, edge.block
                 crcs[block] = combine_crc32c(crcs[block], edge.crc, edge.length_bytes)
-                lengths[block] += edge.length_bytes
         return {
-            block
-            for block, crc in crcs.items()
-            if lengths[block] != block_length(self.task.spans[block[0]], block[1], block_bytes)
-            or crc != expected_crc(self.task.spans[block[0]], block[1])
+            (span, block)
+            for (span, block), crc in crcs.items()
+            if crc != expected_crc(self.task.spans[span], block)
         }
 
     def _lost(self, block_bytes: int) -> set[tuple[int, int]]:

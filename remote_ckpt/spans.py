@@ -115,8 +115,3 @@ def expected_crc(span: Span, block: int) -> int:
     """Return the CRC that the index has for a block of a span."""
     (crc,) = struct.unpack_from("<I", span.crcs, CRC_BYTES * block)
     return int(crc)
-
-
-def block_length(span: Span, block: int, block_bytes: int) -> int:
-    """Return the bytes of a block of a span: the last one may be shorter."""
-    return min(block_bytes, span.length_bytes - block * block_bytes)

@@ -31,7 +31,7 @@ from remote_ckpt.errors import (
     IntegrityError,
     StoreUnavailableError,
 )
-from remote_ckpt.options import MiB, Options, TransferOptions
+from remote_ckpt.options import KiB, MiB, Options, TransferOptions
 from remote_ckpt.overlaps import Run, common_runs, cut_windows, find_overlaps
 from remote_ckpt.progress import Progress
 from remote_ckpt.stock_payload import find_payload
@@ -470,6 +470,22 @@ def test_a_stock_checkpoint_is_undecided_by_checksums_and_equal_when_read(
     assert comparison.undecided == ("h", "n.lr", "s", "w")
     assert (comparison.equal_count, comparison.changes) == (1, ())
     assert compare(root, read_data=True) == same(5)
+
+
+@QUIET
+def test_of_a_stock_archive_only_the_ends_are_read_to_find_its_elements(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    for name in ("1", "2"):
+        save_stock(root, name, {"t": torch.arange(500_000.0)})
+    lengths: list[int] = []
+
+    def after(call: StoreCall, result: Any) -> Any:
+        if call.operation == "read_range":
+            lengths.append(len(result))
+        return result
+
+    assert compare(FaultStore(root, after=after), read_data=True) == same(1)
+    assert sorted(lengths) == [64 * KiB] * 4 + [2_000_000] * 2
 
 
 @QUIET
