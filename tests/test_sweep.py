@@ -236,6 +236,7 @@ class TestAge:
         assert len(report.warnings) == 1
         assert "a save in progress would lose its objects" in report.warnings[0]
         assert report.warnings[0] in caplog.text
+        assert len(sweep(memory, older_than=timedelta(hours=11, minutes=59)).warnings) == 1
         assert sweep(memory, older_than=timedelta(hours=12)).warnings == ()
 
     def test_a_negative_age_is_an_error_of_the_call(self, memory: Store) -> None:
@@ -436,6 +437,74 @@ class TestFolders:
         before = outside.list()
         assert swept(root).garbage == ()
         assert outside.list() == before
+
+    @pytest.mark.parametrize("is_live", [True, False])
+    def test_what_a_linked_data_folder_leads_to_is_left_alone(
+        self, root: Store, tmp_path: Path, is_live: bool
+    ) -> None:
+        """Beside a checkpoint, and where nothing but the link is: both look like a killed save's."""
+        kept = save(root, b"other", name="2").objects[0].key.partition("/")[0]
+        if is_live:
+            save(root, b"one", name="1")
+        (tmp_path / "run" / "1").mkdir(exist_ok=True)
+        (tmp_path / "run" / "1" / kept).symlink_to(tmp_path / "run" / "2" / kept)
+        garbage = leave_uncommitted(root, "1")
+        assert f"1/{kept}/0.distcp" in {info.key for info in root.list()}
+        assert reasons(swept(root)) == garbage
+        assert load(root, "2") == b"other"
+        assert (tmp_path / "run" / "1" / kept).is_symlink()
+
+    def test_a_folder_that_becomes_a_link_after_the_plan_is_left_alone(
+        self, root: Store, tmp_path: Path
+    ) -> None:
+        data = {key for key in leave_uncommitted(root, "1") if key.endswith(".distcp")}
+        (folder,) = {tmp_path / "run" / key.rpartition("/")[0] for key in data}
+
+        def replace_folder() -> None:
+            folder.rename(tmp_path / "moved")
+            folder.symlink_to(tmp_path / "moved")
+
+        script = Script(after=once("list_leftovers", replace_folder))
+        report = sweep(aged(root, scripted(root, script)), dry_run=False)
+        assert report.failures == ()
+        assert sorted(path.name for path in (tmp_path / "moved").iterdir()) == ["0.distcp", "1.distcp"]
+
+    def test_the_mark_of_a_deleted_checkpoint_stays_beside_a_link(self, root: Store, tmp_path: Path) -> None:
+        self.leave(root)
+        outside = LocalStore(tmp_path / "elsewhere")
+        outside.write("0.distcp", b"of others")
+        (tmp_path / "run" / "30" / "d-0123456789abcdef").symlink_to(tmp_path / "elsewhere")
+        assert f"30/{manifest_key(2)}" not in reasons(swept(root))
+        assert outside.read("0.distcp") == b"of others"
+
+    def test_a_linked_file_loses_the_link_only(self, root: Store, tmp_path: Path) -> None:
+        outside = LocalStore(tmp_path / "elsewhere")
+        outside.write("0.distcp", b"of others")
+        temp = ".tmp-0123456789abcdef01234567"
+        (tmp_path / "run" / "1" / "d-0123456789abcdef").mkdir(parents=True)
+        links = [f"1/d-0123456789abcdef/{name}" for name in ("0.distcp", temp)]
+        links += [f"1/{temp}", temp]
+        for link in links:
+            is_folder = link in (temp, f"1/{temp}")
+            target = tmp_path / "elsewhere" if is_folder else tmp_path / "elsewhere" / "0.distcp"
+            (tmp_path / "run" / link).symlink_to(target)
+        assert reasons(swept(root)).keys() == set(links)
+        assert not any((tmp_path / "run" / link).is_symlink() for link in links)
+        assert outside.read("0.distcp") == b"of others"
+
+    def test_leftovers_behind_links_are_left_alone(self, root: Store, tmp_path: Path) -> None:
+        outside = tmp_path / "elsewhere"
+        (outside / "d-0123456789abcdef").mkdir(parents=True)
+        (outside / ".tmp-0123456789abcdef01234567").write_bytes(b"1")
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "run" / "1").mkdir(parents=True)
+        (tmp_path / "run" / "2").symlink_to(outside)
+        (tmp_path / "run" / "1" / "d-0123456789abcdef").symlink_to(outside)
+        (tmp_path / "run" / "1" / "d-1123456789abcdef").symlink_to(tmp_path / "empty")
+        before = sorted(outside.iterdir())
+        assert swept(root).garbage == ()
+        assert sorted(outside.iterdir()) == before
+        assert (tmp_path / "empty").is_dir()
 
     def test_a_root_that_is_itself_a_link_is_swept(self, tmp_path: Path) -> None:
         garbage = leave_replaced(LocalStore(tmp_path / "real"), "10")
