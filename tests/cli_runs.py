@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -70,6 +71,14 @@ def run_script(*arguments: object, environ: Mapping[str, str] | None = None) -> 
         env={**os.environ, **(environ or {})},
         timeout=120,
         check=False,
+    )
+    return Run(result.returncode, result.stdout.decode(), result.stderr.decode())
+
+
+def run_in_shell(line: str) -> Run:
+    """Call the installed script with the redirections of a shell's line."""
+    result = subprocess.run(
+        f"{shlex.quote(SCRIPT)} {line}", shell=True, capture_output=True, timeout=120, check=False
     )
     return Run(result.returncode, result.stdout.decode(), result.stderr.decode())
 

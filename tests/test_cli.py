@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import protocol
 import pytest
-from cli_runs import SCRIPT, Run, run, run_json, run_on_terminal, run_script
+from cli_runs import SCRIPT, Run, run, run_in_shell, run_json, run_on_terminal, run_script
 
 from remote_ckpt import errors
 from remote_ckpt._version import __version__
@@ -135,7 +135,8 @@ class TestExitCodes:
         monkeypatch.setattr("remote_ckpt.discover.find_checkpoints", interrupt)
         stopped = run("ls", root)
         assert (stopped.code, stopped.stdout) == (130, "")
-        assert stopped.stderr.strip() == "error: interrupted"
+        assert stopped.stderr == "error: interrupted\n"
+        assert json.loads(run("ls", root, "--json").stderr)["error"]["message"] == "interrupted"
 
 
 class TestErrors:
@@ -306,6 +307,46 @@ class TestScript:
             ended = subprocess.run([SCRIPT, *arguments], stdout=writer, stderr=subprocess.PIPE, check=False)
             assert (ended.returncode, ended.stderr) == (141, b"")
         os.close(writer)
+
+    @pytest.mark.parametrize("lost", ["2>&-", "2>/dev/full"])
+    def test_an_error_that_cannot_be_written_changes_no_exit_code(self, root: Path, lost: str) -> None:
+        sound = run_in_shell(f"verify {root}/2 --json {lost}")
+        assert (sound.code, sound.document["checkpoints"][0]["is_sound"]) == (0, True)
+        assert run_in_shell(f"info {root}/9 --no-contents {lost}") == Run(3, "", "")
+        assert run_in_shell(f"rm {root}/1 --yes {lost}").code == 5
+        assert run_in_shell(f"ls --nope --json {lost}") == Run(2, "", "")
+        assert run_in_shell(lost) == Run(2, "", "")
+
+    @pytest.mark.parametrize("lost", [">&-", ">/dev/full"])
+    def test_an_answer_that_cannot_be_written_has_a_code_of_its_own(self, root: Path, lost: str) -> None:
+        done = run_in_shell(f"rm {root}/2 --yes {lost}")
+        assert (done.code, done.stdout) == (74, "")
+        assert done.stderr.startswith("error: cannot write the output: ")
+        assert not (root / "2").exists()
+        assert run_in_shell(f"--help {lost}").code == 74
+        assert run_in_shell(f"info {root}/9 {lost}").code == 3
+        assert run_in_shell(f"ls {root} {lost} 2>&-").code == 74
+
+    def test_a_file_never_takes_the_place_of_a_stream_that_is_closed(self, root: Path) -> None:
+        copied = run_in_shell(f"cp {root}/2 {root}/copy -vv <&- >&- 2>&-")
+        assert copied.code == 74
+        assert run_script("verify", f"{root}/copy", "--read-data").code == 0
+
+    @pytest.mark.parametrize("module", ["click", "remote_ckpt.cli.exits", "remote_ckpt.cli.commands.finding"])
+    def test_an_interrupt_while_it_starts_is_no_traceback(self, module: str) -> None:
+        program = (
+            "import sys\n"
+            "class Interrupting:\n"
+            "    def find_spec(self, name, *rest):\n"
+            f"        if name == {module!r}: raise KeyboardInterrupt\n"
+            "sys.meta_path.insert(0, Interrupting())\n"
+            "from remote_ckpt.cli import main\n"
+            "sys.argv = ['remote-ckpt', 'ls', '.']\n"
+            "main()"
+        )
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (130, "")
+        assert ended.stderr in ("", "error: interrupted\n")
 
     def test_the_module_can_be_run_too(self) -> None:
         command = [sys.executable, "-m", "remote_ckpt.cli", "--version"]

@@ -9,6 +9,13 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line with the process's arguments, and exit with its code."""
-    from remote_ckpt.cli.app import app
+    try:
+        from remote_ckpt.cli.streams import open_missing_streams
 
-    app()
+        open_missing_streams()
+        from remote_ckpt.cli.app import app
+
+        app()
+    except KeyboardInterrupt:
+        # While it starts or ends; what comes between is app's matter.
+        raise SystemExit(130) from None

@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import click
 
 from remote_ckpt._version import __version__
 from remote_ckpt.cli.exits import MEANINGS, ExitCode, exit_code_of
-from remote_ckpt.cli.terminal import drop_stdout, write_all_names
+from remote_ckpt.cli.streams import OutputLostError, drop, say, write_all_names, writing_output
 
 PROGRAM: Final = "remote-ckpt"
 _WORD: Final = re.compile(r"-.*|[a-z]{1,15}", re.DOTALL)
@@ -77,6 +78,18 @@ class App(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Like click's, which writes ``--help`` and ``--version`` here; an interrupt is told by us alone."""
+        with _interrupts_told_once(), writing_output():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Like click's; an interrupt is told by us alone."""
+        with _interrupts_told_once():
+            return super().invoke(ctx)
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -110,23 +123,30 @@ def app() -> None:
     """
 
 
+@contextmanager
+def _interrupts_told_once() -> Iterator[None]:
+    """click would write an empty line first, where a program expects JSON."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise click.Abort from error
+
+
 def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
     """Run, and return the exit code; whatever went wrong is told on stderr."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     stdout = sys.stdout
     try:
         code = int(run() or ExitCode.DONE)
-        sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        drop_stdout()
-        return ExitCode.PIPE_CLOSED
+    except OutputLostError as error:
+        return _end_unheard(error, options)
     except SystemExit:
         if sys.stdout is stdout:
             raise  # a completion is done
         return ExitCode.PIPE_CLOSED  # click found the pipe closed, and wrapped it; its 1 would mean "no"
     except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
+        say(error.format_message())
         return ExitCode.WRONG_CALL
     except click.ClickException as error:
         _tell(error, options, message=_usage_message(error))
@@ -137,6 +157,14 @@ def _ended(run: Callable[[], Any], arguments: Sequence[str]) -> int:
     except Exception as error:
         _tell(error, options)
         return exit_code_of(error)
+
+
+def _end_unheard(error: OutputLostError, options: Sequence[str]) -> ExitCode:
+    drop(sys.stdout)
+    if isinstance(error.__cause__, BrokenPipeError):
+        return ExitCode.PIPE_CLOSED
+    _tell(error, options, message=str(error))
+    return ExitCode.OUTPUT_LOST
 
 
 def _tell(error: Exception, options: Sequence[str], *, message: str | None = None) -> None:

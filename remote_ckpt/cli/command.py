@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from remote_ckpt.cli.streams import writing_output
 from remote_ckpt.cli.values import names_secret
 
 
@@ -12,6 +15,13 @@ class Command(click.Command):
 
     # click then leaves it to us to refuse them.
     allow_extra_args = True
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Like click's, which writes ``--help`` here."""
+        with writing_output():
+            return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and refuse what is left over."""

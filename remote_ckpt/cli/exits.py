@@ -30,6 +30,7 @@ class ExitCode(enum.IntEnum):
     REFUSED = 5
     UNREADABLE = 6
     INTERNAL = 70
+    OUTPUT_LOST = 74
     INTERRUPTED = 130
     PIPE_CLOSED = 141
 
@@ -43,6 +44,7 @@ MEANINGS: Final = {
     ExitCode.REFUSED: "refused: pinned, in the way, changed meanwhile, or undecided",
     ExitCode.UNREADABLE: "the checkpoint is damaged, or of a format that is not read",
     ExitCode.INTERNAL: "an error of the program itself",
+    ExitCode.OUTPUT_LOST: "the output could not be written; what was asked for is done",
     ExitCode.INTERRUPTED: "interrupted",
     ExitCode.PIPE_CLOSED: "whoever read the output went away",
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from remote_ckpt.cli.streams import say
 from remote_ckpt.cli.text import escape
 from remote_ckpt.log import logger
 from remote_ckpt.url import redact_url
@@ -32,4 +32,4 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = escape(redact_url(record.getMessage()))
-        print(f"{record.levelname.lower()}: {line}", file=sys.stderr)
+        say(f"{record.levelname.lower()}: {line}")

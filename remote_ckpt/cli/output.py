@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from remote_ckpt.cli.exits import ExitCode, error_document, error_message, exit_code_of
+from remote_ckpt.cli.streams import say, writing_output
 from remote_ckpt.cli.table import Cell, Column, Painted, format_table, paint
 from remote_ckpt.cli.terminal import has_colours, is_terminal
 from remote_ckpt.cli.text import escape
@@ -44,7 +45,8 @@ class Output:
         """Write the answer: one of the two is made."""
         lines = format_json(document()) if self.is_json else text()
         if lines:
-            sys.stdout.write(f"{lines}\n")
+            with writing_output():
+                sys.stdout.write(f"{lines}\n")
 
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> str:
         """Return a table, in colours where stdout takes them."""
@@ -56,7 +58,7 @@ class Output:
 
     def warn(self, message: str) -> None:
         """Write a warning to stderr."""
-        print(f"warning: {escape(redact_url(message))}", file=sys.stderr)
+        say(f"warning: {escape(redact_url(message))}")
 
     def fail(self, error: BaseException) -> ExitCode:
         """Write an error to stderr; return its exit code, for a command that goes on with the rest."""
@@ -98,7 +100,7 @@ def print_error(error: BaseException, *, is_json: bool, message: str | None = No
         line = format_json({"error": error_document(error, message=plain)})
     else:
         line = f"{paint(Painted('error:', 'red'), has_colours=has_colours(sys.stderr))} {escape(plain)}"
-    print(line, file=sys.stderr)
+    say(line)
 
 
 def print_traceback(error: BaseException) -> None:
@@ -106,7 +108,7 @@ def print_traceback(error: BaseException) -> None:
     import traceback
 
     for line in "".join(traceback.format_exception(error)).splitlines():
-        print(redact_url(line), file=sys.stderr)
+        say(redact_url(line))
 
 
 # --- JSON ------------------------------------------------------------------------------------------------
