@@ -75,6 +75,7 @@ class Scene:
         folder_names: Names of the next level, empty folders of a local disk included.
         is_closed: Whether its tombstone takes the whole folder away (local disk).
         stock_metadata: Content of ``.metadata`` where no manifest says what belongs to the checkpoint.
+        linked_folders: Folders (local disk) that a link leads to: what lies there is left alone.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Scene:
     folder_names: tuple[str, ...] = ()
     is_closed: bool = False
     stock_metadata: bytes = b""
+    linked_folders: frozenset[str] = frozenset()
 
     @property
     def missing_keys(self) -> list[str]:
@@ -232,6 +234,8 @@ def _data(facts: _Facts) -> _Found:
 
 def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
     """Why an old object that is neither a manifest nor ``.metadata`` is garbage; None where it is not."""
+    if info.key.rpartition("/")[0] in facts.scene.linked_folders:
+        return None
     manifest = facts.scene.standing.manifest
     if manifest is None:
         return UNCOMMITTED if is_attempt_key(info.key) else None

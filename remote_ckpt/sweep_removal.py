@@ -26,8 +26,9 @@ from remote_ckpt.options import Options
 from remote_ckpt.progress import ProgressCounter
 from remote_ckpt.stock_metadata import publish_stock_metadata
 from remote_ckpt.store.base import Leftover, Store
+from remote_ckpt.sweep_links import is_link
 from remote_ckpt.sweep_plan import FOLDER, REPLACED, STOCK_METADATA, Garbage, plan_root
-from remote_ckpt.sweep_scan import CheckpointPlan, Terms, in_threads, is_link, look_at
+from remote_ckpt.sweep_scan import CheckpointPlan, Terms, in_threads, look_at
 
 _BATCH = 1000
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from remote_ckpt.errors import (
 from remote_ckpt.keys import STOCK_METADATA_NAME, manifest_key
 from remote_ckpt.newest import Newest, Standing, list_generations, look
 from remote_ckpt.store.base import Leftover, Listing, Store
+from remote_ckpt.sweep_links import is_link, linked_folders
 from remote_ckpt.sweep_plan import (
     Garbage,
     Scene,
@@ -229,13 +230,6 @@ def _scan_folder(root: Store, name: str, terms: Terms) -> CheckpointPlan:
     return CheckpointPlan(name=name, warning=f"passing over {name}, which others keep changing")
 
 
-def is_link(root: Store, checkpoint: Store, name: str) -> bool:
-    """Whether a name in a local directory leads elsewhere: what is there is swept where it lies."""
-    if not checkpoint.capabilities.has_folders:
-        return False
-    return checkpoint.identity not in (f"{root.identity.rstrip('/')}/{name}", root.identity)
-
-
 # --- one name ----------------------------------------------------------------------------------------
 
 
@@ -250,7 +244,7 @@ def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPl
     scene = _scene(checkpoint, name, level, standing)
     # Mostly damage; but a save may have been committed, or a copy finished, while it was listed.
     reason = _reason_to_pass(scene)
-    garbage = () if reason else plan_checkpoint(scene, before=terms.before, tombstones=terms.tombstones)
+    garbage = () if reason else _plan(checkpoint, scene, terms)
     if (reason or garbage) and _has_next(checkpoint, standing):
         doubt = f"its listing lacks {manifest_key(standing.generation + 1)}, which can be read"
         return CheckpointPlan(name=name), doubt
@@ -261,6 +255,17 @@ def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPl
         warning=f"passing over checkpoint {name}: {reason}" if reason else None,
     )
     return plan, reason
+
+
+def _plan(checkpoint: Store, scene: Scene, terms: Terms) -> tuple[Garbage, ...]:
+    """Plan, and again without what lies behind links: it belongs to others."""
+    garbage = plan_checkpoint(scene, before=terms.before, tombstones=terms.tombstones)
+    linked = linked_folders(checkpoint, (each.key.removeprefix(f"{scene.name}/") for each in garbage))
+    if not linked:
+        return garbage
+    return plan_checkpoint(
+        replace(scene, linked_folders=linked), before=terms.before, tombstones=terms.tombstones
+    )
 
 
 def _read(checkpoint: Store, name: str) -> Standing:

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commit", "deletion", "discover", "copy_attempt", "copies", "stock_copies", "snapshot"),
     # A run's directory: operations over an open store, then what users call.
     ("place", "contents", "own_check", "stock_check", "sides", "element_comparison"),
-    ("sweep_plan", "sweep_scan", "sweep_removal"),
+    ("sweep_links", "sweep_plan", "sweep_scan", "sweep_removal"),
     ("info", "pruning", "verification", "comparison", "usage", "sweep", "copying"),
     ("upkeep", "directory"),
     # torch starts here.
