@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -86,6 +86,14 @@ class Arena:
 
     def open(self) -> Store:
         return open_store(self.root, **self.access)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes of this module only: torch remembers meshes over some of the ranks by who is in them."""
+    pool = Ranks(tmp_path_factory.mktemp("races"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(params=["local disk", "ministack", pytest.param("real_server", marks=pytest.mark.server)])
