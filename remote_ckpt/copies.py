@@ -208,7 +208,7 @@ class _Job:
     def _renamed_stock_metadata(self) -> bytes | None:
         if (entry := self.source.stock_metadata) is None:
             return None
-        return self.copy.rename_in(self._read(entry), self.source.save_id)
+        return self.copy.rename_in(self._read(entry), self.source)
 
     def _read(self, entry: ObjectEntry) -> bytes:
         try:

@@ -42,10 +42,19 @@ class CopyAttempt:
         """Return the target's key of one of the source's data objects."""
         return _DATA_FOLDER.sub(lambda match: self._folder(match[0]), key)
 
-    def rename_in(self, data: bytes, source_id: str) -> bytes:
-        """Return bytes with the source's folders and save_id exchanged for ours, of the same lengths."""
-        renamed = _DATA_FOLDER_BYTES.sub(lambda match: self._folder(match[0].decode()).encode(), data)
-        return renamed.replace(source_id.encode(), self.attempt.save_id.encode())
+    def rename_in(self, data: bytes, source: Manifest) -> bytes:
+        """Return bytes with the source's folders and save_id exchanged for ours, of the same lengths.
+
+        Only its own folders: the names of people's tensors may look like one.
+        """
+        folders = {entry.key.partition("/")[0].encode() for entry in source.objects}
+
+        def rename(match: re.Match[bytes]) -> bytes:
+            found = match[0]
+            return self._folder(found.decode()).encode() if found in folders else found
+
+        renamed = _DATA_FOLDER_BYTES.sub(rename, data)
+        return renamed.replace(source.save_id.encode(), self.attempt.save_id.encode())
 
     def _folder(self, source: str) -> str:
         # Derived, not drawn, so that a resumed copy finds the same names by the id alone.

@@ -25,7 +25,9 @@ from protocol import (
 
 from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.checksum import crc32c
+from remote_ckpt.commit import begin_save
 from remote_ckpt.copies import copy_checkpoint
+from remote_ckpt.copy_attempt import CopyAttempt
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.errors import (
     CheckpointChangedError,
@@ -106,6 +108,16 @@ def test_index_and_stock_metadata_name_the_copys_own_objects(root: Store) -> Non
     assert stock == f"stock {' '.join(keys)} of {copy.save_id}".encode()
     assert len(stock) == len(root.read(f"10/metadata.{source.save_id}.pickle"))
     assert all(is_token(key.partition("/")[0]) for key in keys)
+
+
+def test_names_of_tensors_that_look_like_a_data_folder_stay_as_they_are() -> None:
+    """The index keeps them, so the metadata for stock readers must as well."""
+    source = save(MemoryStore.fresh(), b"one")
+    folder = source.objects[0].key.partition("/")[0]
+    copy = CopyAttempt("best", begin_save(MemoryStore.fresh(), OPTIONS), 0)
+    found = copy.rename_in(f"d-0123456789abcdef/w in {folder}/0.distcp".encode(), source)
+    assert found == f"d-0123456789abcdef/w in {copy.rename(f'{folder}/0.distcp')}".encode()
+    assert copy.rename(f"{folder}/0.distcp") != f"{folder}/0.distcp"
 
 
 def test_the_copy_outlives_its_source(root: Store) -> None:
