@@ -1,8 +1,10 @@
 """Looking for garbage, and refusing to believe what is doubtful.
 
 A listing that lacks a manifest makes the newest checkpoint look like garbage. So each name is listed twice,
-flat and by level; both must show the same manifests. Where there is garbage, the manifest that would follow
-is asked for by its key: an answer by key says more than any listing. Nothing is removed here.
+flat and by level; both must show the same manifests. Where there is garbage, what the listings may lack is
+asked for by its key, as an answer by key says more than any listing: the manifest that would follow; where
+none is listed, ``.metadata`` and the first 32, since earlier sweeps removed the lowest ones. Beyond that,
+only ``.metadata`` tells. Nothing is removed here.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ R = TypeVar("R")
 _MAX_THREADS = 16
 _MAX_LOOKS = 3
 _MAX_NAMED_KEYS = 3
+_MAX_ASKED = 32
 _MAX_SKEW = timedelta(minutes=5)
 
 
@@ -125,7 +128,7 @@ def scan(root: Store, terms: Terms) -> Findings:
     """Look at all names below ``root``, up to 16 at once; removes nothing.
 
     Takes one request for a folder that holds nothing of ours, three for a checkpoint, one more for one with
-    garbage. Errors as :func:`.sweep.sweep`.
+    garbage, 33 more if that has no manifest. Errors as :func:`.sweep.sweep`.
     """
     listing = root.list_children("")
     names = sorted(filter(is_name, listing.prefixes), key=_by_step)
@@ -245,9 +248,8 @@ def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPl
     # Mostly damage; but a save may have been committed, or a copy finished, while it was listed.
     reason = _reason_to_pass(scene)
     garbage = () if reason else _plan(checkpoint, scene, terms)
-    if (reason or garbage) and _has_next(checkpoint, standing):
-        doubt = f"its listing lacks {manifest_key(standing.generation + 1)}, which can be read"
-        return CheckpointPlan(name=name), doubt
+    if (reason or garbage) and (key := _find_unlisted(checkpoint, standing)) is not None:
+        return CheckpointPlan(name=name), f"its listing lacks {key}, which can be read"
     plan = CheckpointPlan(
         name=name,
         newest=None if standing.manifest is None else Newest(standing.generation, standing.manifest),
@@ -314,9 +316,22 @@ def _stock_metadata(checkpoint: Store) -> bytes:
         ) from error
 
 
-def _has_next(checkpoint: Store, standing: Standing) -> bool:
+def _find_unlisted(checkpoint: Store, standing: Standing) -> str | None:
+    """Return a key that makes this a checkpoint, which the listing lacks and which can be read."""
+    listed = {info.key for info in standing.infos}
+    keys = (key for key in _keys_to_ask(standing.generation) if key not in listed)
+    return next((key for key in keys if _is_there(checkpoint, key)), None)
+
+
+def _keys_to_ask(generation: int) -> Sequence[str]:
+    if generation:
+        return (manifest_key(generation + 1),)
+    return (*(manifest_key(number) for number in range(1, _MAX_ASKED + 1)), STOCK_METADATA_NAME)
+
+
+def _is_there(checkpoint: Store, key: str) -> bool:
     try:
-        checkpoint.read(manifest_key(standing.generation + 1))
+        checkpoint.read(key)
     except ObjectNotFoundError:
         return False
     return True

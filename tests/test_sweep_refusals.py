@@ -34,7 +34,7 @@ from remote_ckpt.errors import (
     SweepRefusedError,
     UnsupportedStoreError,
 )
-from remote_ckpt.keys import manifest_key
+from remote_ckpt.keys import manifest_key, parse_manifest_key
 from remote_ckpt.manifest import format_manifest
 from remote_ckpt.progress import Progress
 from remote_ckpt.store.base import Listing, ObjectInfo, Store
@@ -138,16 +138,38 @@ class TestDoubtfulListings:
         # Its index and metadata still are there: without the manifest they look like a killed save's.
         assert refused(memory, lying, match=r"lacks manifest.000001.json").step == "40"
 
-    def test_a_newest_manifest_that_no_listing_shows_above_those_that_were_swept(self, memory: Store) -> None:
-        """No key tells, as the first generation is gone: ``.metadata`` does."""
+    @pytest.mark.parametrize("has_metadata", [True, False])
+    def test_a_newest_manifest_that_no_listing_shows_above_those_that_were_swept(
+        self, memory: Store, has_metadata: bool
+    ) -> None:
+        """The key of the first generation tells nothing any more, and ``.metadata`` may be missing."""
         swept(memory)
+        if not has_metadata:
+            memory.delete(["10/.metadata"])
+        assert [key for key in manifests_of(memory) if parse_manifest_key(key)] == [manifest_key(3)]
         lying = showing(memory, lambda url, key: not (url.endswith("/10") and key == manifest_key(3)))
-        before = memory.list()
-        report = sweep(aged(memory, lying), dry_run=False)
+        assert refused(memory, lying, match=r"lacks manifest.000003.json").step == "10"
+
+    def test_metadata_for_stock_readers_that_no_listing_shows_is_found_by_its_key(self) -> None:
+        """Above the first 32 generations only that tells."""
+        root = MemoryStore.fresh()
+        save(root, b"one")
+        root.copy(f"10/{manifest_key(1)}", f"10/{manifest_key(40)}")
+        root.delete([f"10/{manifest_key(1)}"])
+        lying = showing(root, lambda url, key: not key.startswith(("manifest.", ".metadata")))
+        assert refused(root, lying, match=r"lacks .metadata, which can be read").step == "10"
+
+    def test_metadata_for_stock_readers_without_any_manifest_keeps_its_data(self) -> None:
+        """Other tools may copy it without its manifest; above the first 32 a listing may lack that."""
+        root = MemoryStore.fresh()
+        save(root, b"one")
+        root.delete([f"10/{manifest_key(1)}"])
+        before = root.list()
+        report = sweep(aged(root), dry_run=False)
         assert report.garbage == ()
         (warning,) = report.warnings
         assert "passing over checkpoint 10: its .metadata leads to objects of ours" in warning
-        assert memory.list() == before
+        assert root.list() == before
 
     def test_a_root_that_seems_empty_while_checkpoints_are_below(self, memory: Store) -> None:
         def after(call: StoreCall, result: Any) -> Any:
