@@ -21,6 +21,9 @@ from remote_ckpt.routes import Route
 from remote_ckpt.store.base import DeleteFailure, ObjectInfo, Store
 from remote_ckpt.url import check_name
 
+STOCK_FILES = "source_files"
+"""Field of a record that tells the copy of a stock checkpoint: key, size and time of each file."""
+
 _DATA_FOLDER = re.compile(r"d-[0-9a-f]{16}(?=/)")
 _DATA_FOLDER_BYTES = re.compile(rb"d-[0-9a-f]{16}(?=/)")
 
@@ -143,6 +146,21 @@ def read_records(checkpoint: Store, standing: Standing) -> Iterator[tuple[Object
             continue  # finished by somebody else, or not readable: the sweep takes it
         if isinstance(record, dict):
             yield info, record
+
+
+def stock_copy_sizes(checkpoint: Store, standing: Standing) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the records of copies of stock checkpoints: key, and the size in bytes of each file named.
+
+    A record that cannot be read, or says something else, is left out.
+    """
+    for info, record in read_records(checkpoint, standing):
+        files = record.get(STOCK_FILES)
+        if isinstance(files, dict):
+            yield info.key, {key: said[0] for key, said in files.items() if _is_size_first(said)}
+
+
+def _is_size_first(said: object) -> bool:
+    return isinstance(said, list) and bool(said) and isinstance(said[0], int)
 
 
 def _attempt(record: ObjectInfo, options: Options) -> SaveAttempt:

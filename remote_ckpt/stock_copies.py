@@ -8,7 +8,8 @@ so would change the copy together with its source.
 
 The copy is written down in the target before it begins, with names, sizes and times of the source's files.
 A copy that was interrupted goes on while the source is still the same. Its keys are those of the source, not
-its own as in :mod:`remote_ckpt.copies`: nobody else may write to the target's name until it is done.
+its own as in :mod:`remote_ckpt.copies`: nobody else may write to the target's name until it is done. What
+an interrupted copy left is removed by the next one to that name, or by the sweep.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from remote_ckpt.commit import check_may_replace
-from remote_ckpt.copy_attempt import check_apart, check_names, delete_record, read_records, write_record
+from remote_ckpt.copy_attempt import (
+    STOCK_FILES,
+    check_apart,
+    check_names,
+    delete_record,
+    read_records,
+    write_record,
+)
 from remote_ckpt.deletion import open_life
 from remote_ckpt.errors import (
     CheckpointChangedError,
@@ -40,9 +48,6 @@ from remote_ckpt.progress import OnProgress, ProgressCounter
 from remote_ckpt.routes import Route, choose_mover, route_within
 from remote_ckpt.store.base import ObjectInfo, Store
 from remote_ckpt.streams import StreamMover
-
-_FILES = "source_files"
-"""Field of a record that tells the copy of a stock checkpoint: key, size and time of each file."""
 
 
 def copy_stock_checkpoint(
@@ -96,8 +101,8 @@ def copy_stock_along(
         checkpoint, standing = open_life(route.target_root, route.target)
         scopes.callback(checkpoint.close)
         check_may_replace(checkpoint, standing, overwrite=overwrite)
-        _check_can_be_seen(checkpoint, standing)
-        record = {"source": origin.url, _FILES: _describe(planned)}
+        check_can_be_seen(checkpoint, standing)
+        record = {"source": origin.url, STOCK_FILES: _describe(planned)}
         attempt = _resume(checkpoint, standing, record, options) or _begin(checkpoint, record)
         check_apart(origin, checkpoint, attempt.record_key)
         if attempt.began_at is None:
@@ -148,7 +153,7 @@ def _resume(
 def _clear(checkpoint: Store, standing: Standing) -> None:
     """Remove an older copy, the file that makes it one first, and what interrupted ones left."""
     older = [*reversed(_files(standing))]
-    records = {info.key: found.get(_FILES) for info, found in read_records(checkpoint, standing)}
+    records = {info.key: found.get(STOCK_FILES) for info, found in read_records(checkpoint, standing)}
     named = {key for found in records.values() if isinstance(found, dict) for key in found}
     left = named.intersection(stock_keys(standing.infos, "dcp")).difference(older)
     stale = [key for key, found in records.items() if found is not None]
@@ -245,7 +250,7 @@ def _look_at_source(origin: Store) -> Standing:
     return standing
 
 
-def _check_can_be_seen(checkpoint: Store, standing: Standing) -> None:
+def check_can_be_seen(checkpoint: Store, standing: Standing) -> None:
     if standing.generation:
         raise CheckpointExistsError(
             "a checkpoint with a manifest stands here, or did: a stock one cannot take its place",

@@ -66,8 +66,9 @@ def sweep(
     Removed are, each older than ``older_than`` by the store's clock: objects of saves and copies that were
     never committed; what was replaced or deleted and is still there; superseded manifests; open multipart
     uploads and temporary files of such writes; records of finished copies; probes. Never the newest manifest
-    of a name, anything of a stock or plain checkpoint, anything with a name that is not ours, or what a link
-    in a local directory leads to. Called by one process; several at once do no harm.
+    of a name, anything of a stock or plain checkpoint, anything with a name that is not ours (but for files
+    that the record of an unfinished copy names), or what a link in a local directory leads to. Called by one
+    process; several at once do no harm.
 
     Args:
         older_than: By default ``options.commit.grace_seconds``. It must be more than twice the

@@ -12,8 +12,8 @@ must be older than the grace period; what is kept back by an age alone is decide
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from remote_ckpt.errors import UrlError
@@ -33,6 +33,7 @@ from remote_ckpt.url import check_name
 
 UNCOMMITTED = "of a save or copy that was never committed"
 REPLACED = "replaced or deleted, and left by a clean-up that was cut short"
+COPIED_FILE = "file of a copy of a stock checkpoint that was never finished"
 COPY_RECORD = "record of a copy that is finished"
 SUPERSEDED = "manifest that a newer one superseded"
 STOCK_METADATA = "metadata for stock readers of a deleted checkpoint"
@@ -75,6 +76,8 @@ class Scene:
         folder_names: Names of the next level, empty folders of a local disk included.
         is_closed: Whether its tombstone takes the whole folder away (local disk).
         stock_metadata: Content of ``.metadata`` where no manifest says what belongs to the checkpoint.
+        copy_records: Of unfinished copies of stock checkpoints, where nothing else stands: the record's key,
+            and the size of each file that it names.
         linked_folders: Folders (local disk) that a link leads to: what lies there is left alone.
     """
 
@@ -83,6 +86,7 @@ class Scene:
     folder_names: tuple[str, ...] = ()
     is_closed: bool = False
     stock_metadata: bytes = b""
+    copy_records: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     linked_folders: frozenset[str] = frozenset()
 
     @property
@@ -126,7 +130,7 @@ def plan_checkpoint(scene: Scene, *, before: datetime, tombstones: bool = False)
         tombstones: The mark of a deleted checkpoint goes too, if it is all that would be left.
     """
     facts = _facts_of(scene, before)
-    found = [*_data(facts), *_stock_metadata(facts), *_superseded_manifests(facts)]
+    found = [*_copied_files(facts), *_data(facts), *_stock_metadata(facts), *_superseded_manifests(facts)]
     last = _last(facts, {info.key for info, _ in found}, tombstones)
     return tuple(
         Garbage(
@@ -238,7 +242,8 @@ def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
         return None
     manifest = facts.scene.standing.manifest
     if manifest is None:
-        return UNCOMMITTED if is_attempt_key(info.key) else None
+        is_kept = info.key in facts.scene.copy_records and _has_young_copy(facts)
+        return UNCOMMITTED if is_attempt_key(info.key) and not is_kept else None
     if info.key in facts.named or info.key == STOCK_METADATA_NAME or parse_manifest_key(info.key) is not None:
         return None
     if info.key in facts.superseded:
@@ -248,6 +253,33 @@ def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
     if info.key == copy_record_key(manifest.save_id):
         return COPY_RECORD
     return UNCOMMITTED if is_attempt_key(info.key) else None
+
+
+def _copied_files(facts: _Facts) -> _Found:
+    """Yield what the records of unfinished copies of stock checkpoints prove to be those copies'."""
+    if facts.scene.standing.kind is None and not _has_young_copy(facts):
+        for info in _named_by_records(facts):
+            yield info, COPIED_FILE
+
+
+def _has_young_copy(facts: _Facts) -> bool:
+    """Whether a copy may go on: its record must stay as long as the files, which nothing else names."""
+    records = [info for info in facts.infos if info.key in facts.scene.copy_records]
+    return not all(map(facts.is_old, (*records, *_named_by_records(facts))))
+
+
+def _named_by_records(facts: _Facts) -> list[ObjectInfo]:
+    """Return the stock files that a record names, of its size, and not older than it."""
+    began = {info.key: info.modified_at for info in facts.infos if info.key in facts.scene.copy_records}
+    files = {info.key: info for info in facts.infos}
+    return [
+        files[key]
+        for key in stock_keys(facts.infos, "dcp")
+        if any(
+            sizes.get(key) == files[key].size_bytes and files[key].modified_at >= began[record]
+            for record, sizes in facts.scene.copy_records.items()
+        )
+    ]
 
 
 def _stock_metadata(facts: _Facts) -> _Found:

@@ -27,8 +27,8 @@ from remote_ckpt.progress import ProgressCounter
 from remote_ckpt.stock_metadata import publish_stock_metadata
 from remote_ckpt.store.base import Leftover, Store
 from remote_ckpt.sweep_links import is_link
-from remote_ckpt.sweep_plan import FOLDER, REPLACED, STOCK_METADATA, Garbage, plan_root
-from remote_ckpt.sweep_scan import CheckpointPlan, Terms, in_threads, look_at
+from remote_ckpt.sweep_plan import COPIED_FILE, FOLDER, REPLACED, STOCK_METADATA, Garbage, plan_root
+from remote_ckpt.sweep_scan import CheckpointPlan, Terms, in_threads, look_at, read_clock
 
 _BATCH = 1000
 
@@ -75,6 +75,9 @@ def remove_from(root: Store, planned: CheckpointPlan, terms: Terms, options: Opt
         with closing(root.scope(planned.name)) as checkpoint:
             if is_link(root, checkpoint, planned.name):
                 return
+            if checkpoint.capabilities.has_folders:
+                # Where the root may only be read, its time was this host's; here files can be stamped.
+                read_clock(checkpoint)
             fresh = look_at(checkpoint, planned.name, terms)
             if not checkpoint.is_current():
                 return
@@ -161,7 +164,13 @@ class _Removal:
 
     def _remove_objects(self, objects: Sequence[Garbage]) -> bool:
         replaced = [each for each in objects if each.reason in (REPLACED, STOCK_METADATA)]
-        others = [each for each in objects if each.reason not in (REPLACED, STOCK_METADATA)]
+        copied = [each for each in objects if each.reason == COPIED_FILE]
+        others = [each for each in objects if each.reason not in (REPLACED, STOCK_METADATA, COPIED_FILE)]
+        if not self._delete(copied, None):
+            # Only the records of those copies prove that what is left of them is ours.
+            for each in others:
+                self.tally.add_failure(each.key, "it stays as long as the files of an unfinished copy")
+            return False
         return all([self._remove_replaced(replaced), self._delete(others, self.plan.newest)])
 
     def _remove_replaced(self, replaced: Sequence[Garbage]) -> bool:

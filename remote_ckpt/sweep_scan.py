@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import TypeVar
 
+from remote_ckpt.copy_attempt import stock_copy_sizes
 from remote_ckpt.deletion import is_closed
 from remote_ckpt.errors import (
     AccessDeniedError,
@@ -303,6 +304,7 @@ def _scene(checkpoint: Store, name: str, level: Listing, standing: Standing) -> 
         # Elsewhere an empty one says nothing: SeaweedFS goes on listing it when its last object is gone.
         folder_names=level.prefixes if checkpoint.capabilities.has_folders else (),
         is_closed=is_closed(checkpoint, standing),
+        copy_records=dict(stock_copy_sizes(checkpoint, standing)) if standing.kind is None else {},
         stock_metadata=_stock_metadata(checkpoint) if standing.kind == "dcp" else b"",
     )
 

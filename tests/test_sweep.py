@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -36,15 +37,16 @@ from remote_ckpt.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from remote_ckpt.keys import manifest_key, new_token
+from remote_ckpt.keys import copy_record_key, manifest_key, new_token
 from remote_ckpt.newest import named_keys
 from remote_ckpt.options import CommitOptions, Options
+from remote_ckpt.stock_copies import copy_stock_checkpoint
 from remote_ckpt.store.base import Leftover, Listing, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.wrappers import DelegatingStore
 from remote_ckpt.sweep import SweepFailure, sweep
-from remote_ckpt.sweep_plan import FOLDER, LEFTOVER, REPLACED, SUPERSEDED, TOMBSTONE
+from remote_ckpt.sweep_plan import COPIED_FILE, FOLDER, LEFTOVER, REPLACED, SUPERSEDED, TOMBSTONE, UNCOMMITTED
 from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 NOTHING = timedelta(0)
@@ -285,6 +287,62 @@ class TestStockCheckpoints:
         assert saved.superseded == ("checkpoint.pth",)
         root.write("10/checkpoint.pth", b"written by an evaluation")
         assert sweep(root, older_than=NOTHING).garbage == ()
+
+
+class TestUnfinishedStockCopies:
+    """The record of such a copy is all that proves whose the files are."""
+
+    RECORD = copy_record_key("20200101T000000Z-0123456789ab")
+
+    @pytest.fixture
+    def left(self, memory: Store) -> Store:
+        """A directory with what an interrupted copy left, and files of others beside it."""
+        memory.write("best/__2_0.distcp", b"older")
+        files = {
+            "__0_0.distcp": [1, "t"],
+            "__1_0.distcp": [2, "t"],
+            "__2_0.distcp": [5, "t"],
+            "notes": [5, "t"],
+        }
+        memory.write(f"best/{self.RECORD}", json.dumps({"source": "x", "source_files": files}).encode())
+        for key, data in {"__0_0.distcp": b"1", "__1_0.distcp": b"cut", "notes": b"notes"}.items():
+            memory.write(f"best/{key}", data)
+        return memory
+
+    def test_its_files_go_with_its_record_and_all_others_stay(self, left: Store) -> None:
+        report = swept(left)
+        assert reasons(report) == {"best/__0_0.distcp": COPIED_FILE, f"best/{self.RECORD}": UNCOMMITTED}
+        assert keys_of(left, "best") == {"__1_0.distcp", "__2_0.distcp", "notes"}
+
+    @pytest.mark.parametrize("young", ["__0_0.distcp", RECORD])
+    def test_while_any_of_it_is_young_all_stays(self, left: Store, young: str) -> None:
+        store = aged(left, is_young=lambda key: key == f"best/{young}")
+        assert sweep(store).garbage == ()
+
+    @pytest.mark.parametrize("mark", [".metadata", "checkpoint.pth"])
+    def test_files_of_what_is_a_checkpoint_stay(self, left: Store, mark: str) -> None:
+        left.write(f"best/{mark}", b"stock")
+        assert reasons(swept(left)) == {f"best/{self.RECORD}": UNCOMMITTED}
+
+    def test_files_of_what_becomes_a_checkpoint_after_the_plan_stay(self, left: Store) -> None:
+        script = Script(after=once("list_leftovers", lambda: left.write("best/.metadata", b"stock")))
+        sweep(aged(left, scripted(left, script)), dry_run=False)
+        assert "__0_0.distcp" in keys_of(left, "best")
+
+    def test_the_record_stays_as_long_as_a_file_that_cannot_be_removed(self, left: Store) -> None:
+        report = sweep(aged(left, Holding(left, "best/__0_0.distcp")), dry_run=False)
+        assert {failure.key for failure in report.failures} == reasons(report).keys()
+        assert {"__0_0.distcp", self.RECORD} <= keys_of(left, "best")
+
+    def test_what_a_real_copy_left_goes(self, memory: Store) -> None:
+        for key in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+            memory.write(f"10/{key}", b"stock")
+        broken = scripted(memory, answers("write_stream", {0: StoreUnavailableError("503")}, key=""))
+        with pytest.raises(StoreUnavailableError):
+            copy_stock_checkpoint(broken, "10", "best")
+        assert len(keys_of(memory, "best")) == 3
+        assert len(swept(memory).garbage) == 3
+        assert keys_of(memory, "best") == set()
 
 
 class TestTombstones:
