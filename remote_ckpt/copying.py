@@ -14,14 +14,16 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from remote_ckpt.commit import check_may_replace
 from remote_ckpt.copies import copy_along
-from remote_ckpt.errors import ConfigError, RemoteCkptError
+from remote_ckpt.copy_attempt import check_names
+from remote_ckpt.errors import CheckpointNotFoundError, ConfigError, RemoteCkptError
 from remote_ckpt.log import logger
-from remote_ckpt.newest import read_newest
+from remote_ckpt.newest import look, read_newest
 from remote_ckpt.place import Place
 from remote_ckpt.progress import OnProgress
 from remote_ckpt.routes import Route, Shared, route_within
-from remote_ckpt.stock_copies import copy_stock_along
+from remote_ckpt.stock_copies import check_can_be_seen, copy_stock_along
 from remote_ckpt.store.base import Store
 from remote_ckpt.store.folders import is_hidden, nearest_folder
 from remote_ckpt.url import check_name
@@ -80,6 +82,31 @@ def copy_across(
         logger.info("copying %s/%s to %s/%s, %s", source_root.url, name, target_root.url, target_name, how)
         copy = copy_along if _has_manifest(source_root, name) else copy_stock_along
         copy(route, overwrite=overwrite, options=target.options, on_progress=on_progress)
+
+
+def check_copy(source: Place, name: str, target: Place, target_name: str, *, overwrite: bool = False) -> None:
+    """Refuse what :func:`copy_across` would refuse before it moves data; nothing is written.
+
+    Raises:
+        CheckpointExistsError, CheckpointPinnedError, ConfigError, StoreError: As :func:`copy_across`.
+    """
+    check_name(name)
+    check_name(target_name)
+    with ExitStack() as stores:
+        source_root = stores.enter_context(source.opened())
+        target_root = stores.enter_context(target.opened())
+        check_names(Route(source_root, name, target_root, target_name))
+        if _is_one_store(source, source_root, target, target_root):
+            _check_apart(_path(source, name), _path(target, target_name), url=target_root.url)
+        try:
+            checkpoint = stores.enter_context(closing(target_root.scope(target_name)))
+        except CheckpointNotFoundError:
+            return  # a local disk, and no folder of that name
+        standing = look(checkpoint)
+        if standing.is_live:  # a deletion that was interrupted is finished by the copy
+            check_may_replace(checkpoint, standing, overwrite=overwrite)
+        if not _has_manifest(source_root, name):
+            check_can_be_seen(checkpoint, standing)
 
 
 _Path = Sequence[str]

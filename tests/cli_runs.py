@@ -72,7 +72,7 @@ def run_script(*arguments: object, environ: Mapping[str, str] | None = None) -> 
         timeout=120,
         check=False,
     )
-    return Run(result.returncode, result.stdout.decode(), result.stderr.decode())
+    return Run(result.returncode, os.fsdecode(result.stdout), result.stderr.decode())
 
 
 def run_in_shell(line: str) -> Run:

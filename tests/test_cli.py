@@ -195,6 +195,12 @@ class TestErrors:
         assert failed.code != 0
         assert "hunter2" not in failed.stdout + failed.stderr
 
+    def test_our_own_sentences_are_told_whole(self) -> None:
+        refused = run("ls", "s3://AKIA:X@b/x")
+        assert refused.stderr.startswith(
+            "error: a s3:// URL must not contain credentials, nor '@' or ':' in its bucket: pass them as "
+        )
+
     def test_an_option_that_lacks_its_name_is_named_without_its_value(self) -> None:
         refused = run("rm", "s3://bucket/run/1", "secret=hunter2")
         assert (refused.code, refused.stdout) == (2, "")

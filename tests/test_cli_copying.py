@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -98,6 +99,27 @@ class TestOne:
     def test_onto_itself_is_a_wrong_call(self, source: Path) -> None:
         assert run("cp", source / "1", source / "1", "--overwrite").code == 2
 
+    def test_a_dry_run_refuses_what_the_copy_would_refuse(self, source: Path, target: str) -> None:
+        save(target, "1", payload=b"old")
+        for more in ([], ["--overwrite"]):
+            for arguments in ((source / "1", f"{target}/1"), (source / "1", source / "1")):
+                said = run("cp", *arguments, *more, "--dry-run")
+                done = run("cp", *arguments, *more)
+                assert (said.code, said.stderr) == (done.code, done.stderr)
+            save(target, "1", payload=b"old")
+        with closing(open_store(target)) as root:
+            set_pinned(root.scope("1"), True)
+        said = run("cp", source / "1", f"{target}/1", "--overwrite", "--dry-run")
+        assert (said.code, said.stdout) == (5, "")
+        assert "pinned" in said.stderr
+
+    def test_an_error_of_the_target_names_the_target(self, source: Path) -> None:
+        with closing(open_store(str(source))) as root:
+            set_pinned(root.scope("2"), True)
+        refused = run("cp", source / "1", source / "2", "--overwrite", "--json")
+        error = json.loads(refused.stderr)["error"]
+        assert (error["url"], error["step"]) == (f"{source}/2", "2")
+
     @pytest.mark.parametrize("name", ["a?b", "a*", "[1]", "two words", "a#b", "a%20b", "模型"])
     def test_names_of_folders_are_literal(self, source: Path, tmp_path: Path, name: str) -> None:
         assert run("cp", source / "1", tmp_path / name / "1").code == 0
@@ -126,6 +148,22 @@ class TestAll:
         assert load(target, "2") == b"old"
         assert run("cp", "--all", source, target, "--overwrite").code == 0
         assert load(target, "2") == b"source"
+
+    @pytest.mark.parametrize("more", [(), ("--dry-run",)])
+    def test_a_run_is_not_copied_into_itself(self, source: Path, more: tuple[str, ...]) -> None:
+        inside = run("cp", "--all", source, source / "sub", *more)
+        assert (inside.code, inside.stdout) == (2, "")
+        assert "one lies inside the other" in inside.stderr
+        assert run("cp", "--all", source, f"{source}/", *more).code == 2
+        assert not (source / "sub").exists()
+        assert run("cp", "--all", source, f"{source}-2", *more).code == 0
+
+    def test_a_dry_run_of_all_says_what_would_be_refused(self, source: Path, target: str) -> None:
+        save(target, "2", payload=b"old")
+        said = run("cp", "--all", source, target, "--dry-run", "--json")
+        assert said.code == 5
+        assert [each["name"] for each in said.document["planned"]] == ["1"]
+        assert json.loads(said.stderr)["error"]["type"] == "CheckpointExistsError"
 
     def test_a_dry_run_shows_what_is_missing(self, source: Path, target: str) -> None:
         run("cp", source / "1", f"{target}/1")

@@ -75,6 +75,25 @@ class TestRm:
         assert done.lines[-1].startswith("deleted 2 checkpoints, ")
         assert names(run_of_four) == ["2", "4"]
 
+    def test_a_checkpoint_that_is_named_twice_is_deleted_once(self, url: str, tmp_path: Path) -> None:
+        save(url, "1", "2")
+        twice = [f"{url}/1", f"{url}/1/", f"{url}//1"]
+        if not url.startswith("memory"):
+            (tmp_path / "link").symlink_to(url)
+            twice.append(f"{tmp_path}/link/1")
+        assert run("rm", *twice).lines[-1].startswith("would delete 1 checkpoint, ")
+        assert len(run_json("info", *twice)["checkpoints"]) == 1
+        assert len(run_json("verify", *twice)["checkpoints"]) == 1
+        assert len(run_json("pin", *twice)["checkpoints"]) == 1
+        assert len(run_json("unpin", *twice)["checkpoints"]) == 1
+        done = run("rm", *twice, "--yes")
+        assert (done.code, done.stderr) == (0, "")
+        assert names(url) == ["2"]
+
+    def test_where_none_could_be_deleted_the_document_says_so(self, run_of_four: str) -> None:
+        missing = run("rm", f"{run_of_four}/7", "--yes", "--json")
+        assert (missing.code, missing.document) == (3, {"is_dry_run": False, "checkpoints": []})
+
     def test_json_says_what_goes(self, run_of_four: str) -> None:
         document = run_json("rm", f"{run_of_four}/1")
         assert document["is_dry_run"] is True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import protocol
 import pytest
-from cli_runs import run, run_json
+from cli_runs import run, run_json, run_script
 
 from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.deletion import delete_checkpoint
@@ -243,10 +243,11 @@ class TestNames:
         monkeypatch.chdir(tmp_path)
         assert run("latest", "--", "-run").stdout == f"{tmp_path}/-run/1\n"
 
-    def test_a_path_that_is_no_utf_8_is_printed_as_an_escape(self, tmp_path: Path) -> None:
+    def test_a_path_that_is_no_utf_8_is_printed_as_it_is_for_scripts(self, tmp_path: Path) -> None:
         root = os.fsdecode(os.fsencode(str(tmp_path)) + b"/r\xff")
         save(root, "1")
-        assert run("latest", root).stdout == f"{tmp_path}/r\\udcff/1\n"
+        assert run_script("latest", root).stdout == f"{root}/1\n"
+        assert "r\\udcff" in run("verify", f"{root}/1").stdout
         assert run_json("ls", root)["root"] == root
 
     @pytest.mark.parametrize(

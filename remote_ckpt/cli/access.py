@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -95,6 +96,16 @@ def parse_checkpoint(path: str) -> Named:
     """Return what a checkpoint's own path or URL names, taken literally; raises UrlError."""
     root, name = parse_location(path).split()
     return Named(root, name)
+
+
+def parse_checkpoints(paths: Sequence[str]) -> list[Named]:
+    """Return what paths or URLs name, each checkpoint once, however often and in whatever spelling."""
+    found: dict[tuple[Location, str], Named] = {}
+    for named in map(parse_checkpoint, paths):
+        root = named.root
+        real = replace(root, path=os.path.realpath(root.path)) if root.is_local else root
+        found.setdefault((real, named.name), named)
+    return list(found.values())
 
 
 # --- arguments ---------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from remote_ckpt.cli.streams import say
-from remote_ckpt.cli.text import escape
+from remote_ckpt.cli.text import escape, redact_words
 from remote_ckpt.log import logger
-from remote_ckpt.url import redact_url
 
 
 @contextmanager
@@ -31,5 +30,5 @@ class _StderrHandler(logging.Handler):
     """Writes to what stderr is at that moment: a progress bar takes it over, and makes room for lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = escape(redact_url(record.getMessage()))
+        line = escape(redact_words(record.getMessage()))
         say(f"{record.levelname.lower()}: {line}")

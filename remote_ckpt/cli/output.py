@@ -18,7 +18,8 @@ from remote_ckpt.cli.exits import ExitCode, error_document, error_message, exit_
 from remote_ckpt.cli.streams import say, writing_output
 from remote_ckpt.cli.table import Cell, Column, Painted, format_table, paint
 from remote_ckpt.cli.terminal import has_colours, is_terminal
-from remote_ckpt.cli.text import escape
+from remote_ckpt.cli.text import escape, redact_words
+from remote_ckpt.errors import RemoteCkptError
 from remote_ckpt.fields import format_time
 from remote_ckpt.url import redact_url
 
@@ -58,7 +59,7 @@ class Output:
 
     def warn(self, message: str) -> None:
         """Write a warning to stderr."""
-        say(f"warning: {escape(redact_url(message))}")
+        say(f"warning: {escape(redact_words(message))}")
 
     def fail(self, error: BaseException) -> ExitCode:
         """Write an error to stderr; return its exit code, for a command that goes on with the rest."""
@@ -95,7 +96,7 @@ def takes_output(function: Callable[..., ExitCode | None]) -> Callable[..., Exit
 
 def print_error(error: BaseException, *, is_json: bool, message: str | None = None) -> None:
     """Write an error to stderr: one line of text, or of JSON. No secret of a URL is repeated."""
-    plain = redact_url(error_message(error) if message is None else message)
+    plain = _redacted(error) if message is None else redact_words(message)
     if is_json:
         line = format_json({"error": error_document(error, message=plain)})
     else:
@@ -109,6 +110,12 @@ def print_traceback(error: BaseException) -> None:
 
     for line in "".join(traceback.format_exception(error)).splitlines():
         say(redact_url(line))
+
+
+def _redacted(error: BaseException) -> str:
+    """Return what to tell of an error. Our own messages hold no secrets; a stranger's may hold any text."""
+    redact = redact_words if isinstance(error, RemoteCkptError) else redact_url
+    return redact(error_message(error))
 
 
 # --- JSON ------------------------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, BaseException):
-        return error_document(value, message=redact_url(error_message(value)))
+        return error_document(value, message=_redacted(value))
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if is_dataclass(value):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 
 from remote_ckpt.cli.access import Named
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output
 from remote_ckpt.errors import ConfigError, RemoteCkptError
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Outcomes:
@@ -29,15 +32,16 @@ class Outcomes:
         return self.of_url(named.url, named.name)
 
     @contextmanager
-    def of_url(self, url: str, name: str) -> Iterator[None]:
-        """Like :meth:`of`."""
+    def of_url(self, url: str, name: str, *, others: Mapping[str, str] = _NONE) -> Iterator[None]:
+        """Like :meth:`of`; an error may also be one of ``others``, which are names by URL."""
         try:
             yield
         except ConfigError:
             raise
         except RemoteCkptError as error:
             error.url = error.url or url
-            error.step = name if error.step is None else error.step
+            if error.step is None:
+                error.step = {**others, url: name}.get(error.url)
             self._codes.append(self._out.fail(error))
 
     def say_no(self) -> None:

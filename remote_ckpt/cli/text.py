@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping
 from datetime import datetime, timezone
+
+from remote_ckpt.url import redact_url
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -20,6 +23,15 @@ def escape(text: object) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in plain
     )
+
+
+def redact_words(sentence: str) -> str:
+    """Return a sentence with the secrets of its URLs replaced, and all else as it is.
+
+    A user info that :func:`~remote_ckpt.url.redact_url` looks for in the whole would reach from one URL to
+    any later ``@``.
+    """
+    return re.sub(r"\S+", lambda match: redact_url(match[0]), sentence)
 
 
 def format_bytes(count: int) -> str:

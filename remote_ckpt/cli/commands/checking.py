@@ -14,6 +14,7 @@ from remote_ckpt.cli.access import (
     Named,
     fitting_access,
     parse_checkpoint,
+    parse_checkpoints,
     takes_checkpoints,
     takes_path,
     takes_store,
@@ -49,7 +50,7 @@ class _Verified:
 @takes_output
 def verify(paths: Sequence[str], is_data_read: bool, access: Access, out: Output) -> ExitCode:
     """Check that checkpoints are whole: every object there with its size, manifest and index sound."""
-    names = [parse_checkpoint(path) for path in paths]
+    names = parse_checkpoints(paths)
     outcomes = Outcomes(out)
     verified: list[_Verified] = []
     with access.directories() as directory_of:

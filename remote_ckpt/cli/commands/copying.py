@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,12 +24,13 @@ from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
 from remote_ckpt.cli.several import Outcomes
 from remote_ckpt.cli.text import escape, format_bytes, format_count
-from remote_ckpt.errors import CheckpointDamagedError
+from remote_ckpt.errors import CheckpointDamagedError, ConfigError
 from remote_ckpt.url import Location, parse_location
 
 if TYPE_CHECKING:
     from remote_ckpt.directory import CheckpointDirectory
     from remote_ckpt.info import CheckpointInfo
+    from remote_ckpt.place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,21 @@ def cp(
     with ExitStack() as stack:
         if is_all:
             here, there = parse_location(source), parse_location(target)
-            directories = _open(stack, access, target_access, here, there)
+            places = _places(access, target_access, here, there)
+            _check_runs(*places)
+            directories = _open(stack, places)
             order = _Order(*directories, _missing(*directories, outcomes), overwrite)
         else:
             one, copy = parse_checkpoint(source), _parse_target(target)
-            directories = _open(stack, access, target_access, one.root, copy.root)
+            places = _places(access, target_access, one.root, copy.root)
+            directories = _open(stack, places)
             order = _Order(*directories, [(directories[0].info(one.name), copy.name)], overwrite)
+        if is_dry_run:
+            order = replace(order, pairs=_possible(order, places, outcomes))
         copies = [] if is_dry_run else _carry_out(order, outcomes, out)
         out.show(
             lambda: _document(order, copies, is_dry_run),
-            lambda: _plan_text(order) if is_dry_run else _text(order, copies),
+            lambda: _plan_text(order, outcomes) if is_dry_run else _text(order, copies),
         )
     return outcomes.exit_code
 
@@ -96,11 +103,68 @@ def _parse_target(target: str) -> Named:
     return parse_checkpoint(target)
 
 
-def _open(
-    stack: ExitStack, access: Access, target_access: Access | None, here: Location, there: Location
-) -> tuple[CheckpointDirectory, CheckpointDirectory]:
+def _places(
+    access: Access, target_access: Access | None, here: Location, there: Location
+) -> tuple[Place, Place]:
     other = fitting_access(access, here, there, target_access)
-    return stack.enter_context(access.directory(here)), stack.enter_context(other.directory(there))
+    return access.place(here), other.place(there)
+
+
+def _open(stack: ExitStack, places: tuple[Place, Place]) -> tuple[CheckpointDirectory, CheckpointDirectory]:
+    from remote_ckpt.directory import CheckpointDirectory
+
+    here, there = (
+        stack.enter_context(
+            CheckpointDirectory(
+                place.location,
+                storage_options=place.storage_options,
+                transport=place.transport,
+                options=place.options,
+            )
+        )
+        for place in places
+    )
+    return here, there
+
+
+def _check_runs(source: Place, target: Place) -> None:
+    """Refuse to copy a run into itself: its copy would be one of its folders, and grow with it."""
+    if not _is_one_store(source, target):
+        return
+    one, other = _parts(source.location), _parts(target.location)
+    count = min(len(one), len(other))
+    if one == other:
+        raise ConfigError(f"cannot copy {source.location.url} onto itself", url=target.location.url)
+    if one[:count] == other[:count]:
+        raise ConfigError(
+            f"cannot copy {source.location.url} to {target.location.url}: one lies inside the other",
+            url=target.location.url,
+        )
+
+
+def _is_one_store(source: Place, target: Place) -> bool:
+    one, other = source.location, target.location
+    endpoints = [(place.storage_options or {}).get("endpoint_url") for place in (source, target)]
+    return (one.scheme, one.bucket, endpoints[0]) == (other.scheme, other.bucket, endpoints[1])
+
+
+def _parts(location: Location) -> list[str]:
+    path = os.path.realpath(location.path) if location.is_local else location.path
+    return [part for part in path.split("/") if part]
+
+
+def _possible(
+    order: _Order, places: tuple[Place, Place], outcomes: Outcomes
+) -> list[tuple[CheckpointInfo, str]]:
+    """What the copy would not refuse; of the rest it is said why."""
+    from remote_ckpt.copying import check_copy
+
+    possible: list[tuple[CheckpointInfo, str]] = []
+    for info, name in order.pairs:
+        with outcomes.of_url(info.url, info.name, others={f"{order.target.url}/{name}": name}):
+            check_copy(places[0], info.name, places[1], name, overwrite=order.overwrite)
+            possible.append((info, name))
+    return possible
 
 
 def _missing(
@@ -117,7 +181,10 @@ def _missing(
 def _carry_out(order: _Order, outcomes: Outcomes, out: Output) -> list[CheckpointInfo]:
     copies: list[CheckpointInfo] = []
     for info, name in order.pairs:
-        with outcomes.of_url(info.url, info.name), out.progress(f"copy {info.name}") as on_progress:
+        with (
+            outcomes.of_url(info.url, info.name, others={f"{order.target.url}/{name}": name}),
+            out.progress(f"copy {info.name}") as on_progress,
+        ):
             copies += order.source.copy_to(
                 order.target, info.name, name=name, overwrite=order.overwrite, on_progress=on_progress
             )
@@ -137,7 +204,9 @@ def _text(order: _Order, copies: Sequence[CheckpointInfo]) -> str:
     return "\n".join(f"copied to {escape(copy.url)}: {format_bytes(copy.total_bytes)}" for copy in copies)
 
 
-def _plan_text(order: _Order) -> str:
+def _plan_text(order: _Order, outcomes: Outcomes) -> str:
+    if not order.pairs and outcomes.exit_code:
+        return ""  # all of it is refused, and that is told already
     if not order.pairs:
         return _text(order, ())
     there = escape(order.target.url)

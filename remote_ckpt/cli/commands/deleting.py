@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from remote_ckpt.cli.access import Access, Named, parse_checkpoint, takes_checkpoints, takes_store
+from remote_ckpt.cli.access import Access, Named, parse_checkpoints, takes_checkpoints, takes_store
 from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
@@ -34,7 +34,7 @@ _COLUMNS = (
 class _Removal:
     """What becomes of one checkpoint; ``info`` is None where only the rest of a deletion was left."""
 
-    action: str
+    action: Literal["delete", "refuse", "deleted", "finished"]
     url: str
     info: CheckpointInfo | None
 
@@ -46,7 +46,7 @@ class _Removal:
 @takes_output
 def rm(paths: Sequence[str], is_sure: bool, access: Access, out: Output) -> ExitCode:
     """Delete checkpoints. Only a pin is in the way."""
-    names = [parse_checkpoint(path) for path in dict.fromkeys(paths)]
+    names = parse_checkpoints(paths)
     outcomes = Outcomes(out)
     removals: list[_Removal] = []
     with access.directories() as directory_of, out.progress("rm") as on_progress:
@@ -65,7 +65,7 @@ def rm(paths: Sequence[str], is_sure: bool, access: Access, out: Output) -> Exit
 
 def _plan(directory: CheckpointDirectory, named: Named) -> _Removal:
     info = _find(directory, named.name)
-    return _Removal("refuse: pinned" if info.pinned else "delete", named.url, info)
+    return _Removal("refuse" if info.pinned else "delete", named.url, info)
 
 
 def _remove(directory: CheckpointDirectory, named: Named) -> _Removal:
@@ -93,7 +93,7 @@ def _document(removal: _Removal) -> dict[str, Any]:
     info = removal.info
     return {
         "url": removal.url,
-        "action": removal.action.partition(":")[0],
+        "action": removal.action,
         "total_bytes": None if info is None else info.total_bytes,
         "committed_at": None if info is None else info.committed_at,
         "pinned": False if info is None else info.pinned,
@@ -102,7 +102,7 @@ def _document(removal: _Removal) -> dict[str, Any]:
 
 
 def _text(removals: Sequence[_Removal], is_sure: bool, out: Output) -> str:
-    gone = [removal for removal in removals if removal.action.startswith("delete")]
+    gone = [removal for removal in removals if removal.action in ("delete", "deleted")]
     total_bytes = sum(removal.info.total_bytes for removal in gone if removal.info)
     amount = f"{format_count(len(gone), 'checkpoint')}, {format_bytes(total_bytes)}"
     end = f"deleted {amount}" if is_sure else f"would delete {amount}; nothing was done: give --yes"
@@ -112,7 +112,7 @@ def _text(removals: Sequence[_Removal], is_sure: bool, out: Output) -> str:
 def _row(removal: _Removal) -> list[Cell]:
     info = removal.info
     return [
-        Painted(removal.action, "red" if removal.action.startswith("refuse") else "yellow"),
+        Painted("refuse: pinned", "red") if removal.action == "refuse" else Painted(removal.action, "yellow"),
         escape(removal.url),
         format_age_of(None if info is None else info.committed_at),
         "-" if info is None or info.is_damaged else format_bytes(info.total_bytes),

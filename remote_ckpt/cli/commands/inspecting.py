@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from remote_ckpt.cli.access import Access, parse_checkpoint, takes_checkpoints, takes_store
+from remote_ckpt.cli.access import Access, parse_checkpoints, takes_checkpoints, takes_store
 from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.commands.finding import matches
 from remote_ckpt.cli.exits import ExitCode
@@ -90,7 +90,7 @@ def info(
     out: Output,
 ) -> ExitCode:
     """Show what checkpoints say about themselves, and their tensors: shape, dtype, size, placement."""
-    names = [parse_checkpoint(path) for path in paths]
+    names = parse_checkpoints(paths)
     outcomes = Outcomes(out)
     shown: list[_Shown] = []
     with access.directories() as directory_of:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from remote_ckpt.cli.access import Access, parse_checkpoint, takes_checkpoints, takes_store
+from remote_ckpt.cli.access import Access, parse_checkpoints, takes_checkpoints, takes_store
 from remote_ckpt.cli.command import Command
 from remote_ckpt.cli.exits import ExitCode
 from remote_ckpt.cli.output import Output, takes_output
@@ -90,7 +90,7 @@ def _change_each(
     access: Access,
     out: Output,
 ) -> ExitCode:
-    names = [parse_checkpoint(path) for path in paths]
+    names = parse_checkpoints(paths)
     outcomes = Outcomes(out)
     changed: list[CheckpointInfo] = []
     with access.directories() as directory_of:
