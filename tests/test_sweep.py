@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -564,6 +566,39 @@ class TestFolders:
         assert sorted(outside.iterdir()) == before
         assert (tmp_path / "empty").is_dir()
 
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+    def test_a_dry_run_needs_no_right_to_write(
+        self, root: Store, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        garbage = leave_replaced(root, "10")
+        store = aged(root)
+        monkeypatch.setattr(os, "open", _refusing_new_files(number))
+        assert reasons(sweep(store)) == garbage
+
+    def test_a_clock_that_fails_for_another_reason_stops_everything(
+        self, root: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leave_replaced(root, "10")
+        monkeypatch.setattr(os, "open", _refusing_new_files(errno.EIO))
+        with pytest.raises(StoreUnavailableError):
+            sweep(root)
+
+    def test_a_folder_whose_clock_differs_from_the_one_that_ages_were_told_by_is_left_alone(
+        self, root: Store
+    ) -> None:
+        """Where the root may only be read its time is this host's, and below it files may go all the same."""
+        garbage = leave_replaced(root, "10")
+
+        def after(call: StoreCall, result: Any) -> Any:
+            is_below = call.operation == "clock" and call.url.endswith("/10")
+            return result - timedelta(minutes=6) if is_below else result
+
+        report = sweep(aged(root, FaultStore(root, after=after)), dry_run=False)
+        (failure,) = report.failures
+        assert failure.key == "10"
+        assert "minutes apart" in failure.message
+        assert garbage.keys() <= all_keys(root)
+
     def test_a_root_that_is_itself_a_link_is_swept(self, tmp_path: Path) -> None:
         garbage = leave_replaced(LocalStore(tmp_path / "real"), "10")
         (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -609,6 +644,18 @@ class TestFolders:
         (tmp_path / "run" / "20" / ".tmp-0123456789abcdef01234567").write_bytes(b"1")
         assert sweep(root).garbage == ()
         assert len(sweep(root, older_than=NOTHING).garbage) == 1
+
+
+def _refusing_new_files(number: int) -> Callable[..., int]:
+    """``os.open``, but that it makes no file."""
+    real_open = os.open
+
+    def refusing(path: str, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number))
+        return real_open(path, flags, *rest, **named)
+
+    return refusing
 
 
 def _fail(is_wanted: bool) -> None:

@@ -6,15 +6,17 @@
   write lands in the folder that was opened, even if that was moved away meanwhile
 - symbolic links are followed by reads and listings, never while a folder is emptied
 
-The host's own clock is never asked: an NFS server has another one, and that one stamps the files.
+The host's own clock is not asked, but where nothing may be written: an NFS server has another one, and that
+one stamps the files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Final, TypeVar
 
 from remote_ckpt.errors import (
@@ -208,13 +210,19 @@ class LocalStore:
             self._remove_empty(root, parts)
 
     def clock(self) -> datetime:
-        """Return the file system's time: that of a file made for the purpose, here or just above."""
-        with (
-            self._place("clock").translating(),
-            self._folder.opened_nearest() as folder,
-            posix.staged_file(folder) as (descriptor, _),
-        ):
-            return folders.file_time(os.fstat(descriptor))
+        """Return the file system's time: that of a file made for the purpose, here or just above.
+
+        Where this process may not make one, it is this host's: good enough to look by, and nothing can be
+        deleted right there.
+        """
+        with self._place("clock").translating(), self._folder.opened_nearest() as folder:
+            try:
+                with posix.staged_file(folder) as (descriptor, _):
+                    return folders.file_time(os.fstat(descriptor))
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                return datetime.now(timezone.utc)
 
     # --- folders -------------------------------------------------------------------------------
 
