@@ -9,6 +9,7 @@ only ``.metadata`` tells. Nothing is removed here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -30,7 +31,8 @@ from remote_ckpt.errors import (
     SweepRefusedError,
     UnsupportedStoreError,
 )
-from remote_ckpt.keys import STOCK_METADATA_NAME, manifest_key
+from remote_ckpt.keys import STOCK_METADATA_NAME, is_token, manifest_key, own_key
+from remote_ckpt.manifest import FORMAT_NAME
 from remote_ckpt.newest import Newest, Standing, list_generations, look
 from remote_ckpt.store.base import Leftover, Listing, Store
 from remote_ckpt.sweep_links import is_link, linked_folders
@@ -243,8 +245,13 @@ def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPl
     if not has_own_names((info.key for info in level.objects), level.prefixes):
         return CheckpointPlan(name=name), None
     standing = _read(checkpoint, name)
+    if standing.damage is not None and not _is_foreign(checkpoint, level, standing):
+        raise _damaged(checkpoint, name, standing.damage) from standing.damage
     if list_generations(level.objects) != list_generations(standing.infos):
         return CheckpointPlan(name=name), "two listings of it show different manifests"
+    if standing.damage is not None:
+        key = manifest_key(standing.generation)
+        return CheckpointPlan(name=name, warning=f"passing over {name}, whose {key} is not ours"), None
     scene = _scene(checkpoint, name, level, standing)
     # Mostly damage; but a save may have been committed, or a copy finished, while it was listed.
     reason = _reason_to_pass(scene)
@@ -282,9 +289,24 @@ def _read(checkpoint: Store, name: str) -> Standing:
             step=name,
             operation="sweep",
         ) from error
-    if standing.damage is not None:
-        raise _damaged(checkpoint, name, standing.damage) from standing.damage
     return standing
+
+
+def _is_foreign(checkpoint: Store, level: Listing, standing: Standing) -> bool:
+    """Whether an unreadable manifest is a file of others: it does not claim to be ours, and is alone."""
+    keys = {info.key for info in (*level.objects, *standing.infos)}
+    if [key for key in keys if own_key(key)] != [manifest_key(standing.generation)]:
+        return False
+    return not any(map(is_token, level.prefixes)) and not _claims_our_format(checkpoint, standing.generation)
+
+
+def _claims_our_format(checkpoint: Store, generation: int) -> bool:
+    try:
+        # Anywhere: of a damaged one nobody knows where it says so. A cut one may not say it at all.
+        data = checkpoint.read(manifest_key(generation))
+        return FORMAT_NAME.encode() in data or not isinstance(json.loads(data), dict)
+    except (ObjectNotFoundError, ValueError):
+        return True
 
 
 def _damaged(checkpoint: Store, name: str, damage: CheckpointDamagedError) -> SweepRefusedError:

@@ -99,6 +99,35 @@ class TestUnreadableManifests:
         memory.write(f"40/{manifest_key(2)}", json.dumps(document).encode())
         assert refused(memory, match="the version that wrote it").step == "40"
 
+    def test_a_file_of_others_that_has_a_manifests_name_is_passed_over(self, memory: Store) -> None:
+        memory.write("other/manifest.000001.json", b'{"a": 1}')
+        garbage = reasons(sweep(aged(memory)))
+        assert garbage
+        report = swept(memory)
+        assert report.warnings == ("passing over other, whose manifest.000001.json is not ours",)
+        assert reasons(report) == garbage
+        assert memory.read("other/manifest.000001.json") == b'{"a": 1}'
+
+    @pytest.mark.parametrize(
+        ("data", "beside"),
+        [
+            (b'{"format": "remote_ckpt"}', "notes"),
+            (b'{"format": "remote_ckpt", "ver', "notes"),
+            (b"{", "notes"),
+            (b'{"a": 1}', "d-0123456789abcdef/0.distcp"),
+            (b'{"a": 1}', "d-0123456789abcdef/notes"),
+            (b'{"a": 1}', "index.20200101T000000Z-0123456789ab.json.gz"),
+            (b'{"a": 1}', "manifest.000002.json"),
+            (b'{"a": 1}', ".metadata"),
+        ],
+    )
+    def test_one_that_may_have_been_ours_stops_everything(
+        self, memory: Store, data: bytes, beside: str
+    ) -> None:
+        memory.write("other/manifest.000001.json", data)
+        memory.write(f"other/{beside}", b'{"a": 1}')
+        assert refused(memory, match="cannot be read").step == "other"
+
     def test_a_damaged_manifest_below_the_newest_is_garbage_like_any(self, memory: Store) -> None:
         annotate(memory.scope("40"), metrics={"loss": 1.0})
         memory.write(f"40/{manifest_key(1)}", b"{ not JSON")
