@@ -58,6 +58,7 @@ from remote_ckpt.probe import probe_create_only
 from remote_ckpt.progress import OnProgress
 from remote_ckpt.routes import Route, choose_mover, route_within
 from remote_ckpt.store.base import ObjectInfo, Store
+from remote_ckpt.streams import StreamMover, find_damaged
 from remote_ckpt.url import parse_step
 
 
@@ -98,6 +99,8 @@ def copy_along(
     The copy carries metrics, user metadata and content digest; it is not pinned. Names and sizes of all its
     objects are compared with a listing before it is committed. An interrupted copy is taken up again by the
     next call, until ``options.commit.save_seconds`` after it began; what is there is not copied again.
+    Of that, names and sizes are compared, and CRC-32C too (by reading it back) where the bytes stream through
+    this process.
 
     Args:
         route: From where to where.
@@ -156,15 +159,19 @@ class _Job:
         self, infos: Sequence[ObjectInfo], options: Options, on_progress: OnProgress | None = None
     ) -> None:
         """Copy the data objects that are not there yet from an earlier try."""
+        mover = choose_mover(self.route, self.origin, self.checkpoint, options.transfer)
         present = {info.key: info.size_bytes for info in infos}
         moves = [
             Move(entry.key, self.copy.rename(entry.key), entry.size_bytes, entry.crc32c)
             for entry in self.source.objects
         ]
         missing = [move for move in moves if present.get(move.target_key) != move.size_bytes]
+        if isinstance(mover, StreamMover):
+            left = [move for move in moves if present.get(move.target_key) == move.size_bytes]
+            missing += find_damaged(self.checkpoint, left, options.transfer)
         counter = begin_progress(moves, missing, on_progress)
         try:
-            choose_mover(self.route, self.origin, self.checkpoint, options.transfer).move(missing, counter)
+            mover.move(missing, counter)
         except ObjectNotFoundError as error:
             raise self._gone(error) from error
         if not self.checkpoint.is_current():

@@ -82,7 +82,8 @@ def copy_stock_along(
         route: From where to where.
         overwrite: Replace a stock or plain checkpoint of the target's name.
         options: Of the target: parallel transfers and their budget. An interrupted copy is taken up again
-            until ``options.commit.save_seconds`` after it began.
+            until ``options.commit.save_seconds`` after it began. Of what is there, only names, sizes and
+            times are compared: nothing tells the checksums of such files.
         on_progress: Told of each advance.
 
     Raises:

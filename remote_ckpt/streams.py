@@ -68,6 +68,34 @@ class StreamMover:
             run_all(stream, largest_first, concurrency=self.options.concurrency, cancelled=cancelled)
 
 
+def find_damaged(checkpoint: Store, moves: Sequence[Move], options: TransferOptions) -> list[Move]:
+    """Read back what an earlier try left, all there with its size; returns what is not as it should be.
+
+    What has no CRC-32C is believed. Holds up to ``concurrency`` times ``part_bytes``, within the budget.
+
+    Raises:
+        ObjectNotFoundError: One is gone.
+        StoreError: The store failed.
+    """
+    damaged: list[Move] = []
+
+    def check(move: Move) -> None:
+        if move.crc32c is not None and _read_crc(checkpoint, move, options.part_bytes) != move.crc32c:
+            damaged.append(move)
+
+    at_once = _between(1, options.budget_bytes // options.part_bytes, options.concurrency)
+    run_all(check, moves, concurrency=at_once)
+    return damaged
+
+
+def _read_crc(checkpoint: Store, move: Move, part_bytes: int) -> int:
+    crc = 0
+    for offset in range(0, move.size_bytes, part_bytes):
+        length = min(part_bytes, move.size_bytes - offset)
+        crc = crc32c(checkpoint.read_range(move.target_key, offset, length), crc)
+    return crc
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """How much of one object is under way at once.

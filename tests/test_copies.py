@@ -26,7 +26,7 @@ from protocol import (
 from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.checksum import crc32c
 from remote_ckpt.commit import begin_save
-from remote_ckpt.copies import copy_checkpoint
+from remote_ckpt.copies import copy_along, copy_checkpoint
 from remote_ckpt.copy_attempt import CopyAttempt
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.errors import (
@@ -48,6 +48,7 @@ from remote_ckpt.manifest import format_manifest
 from remote_ckpt.newest import named_keys, read_newest
 from remote_ckpt.options import TransferOptions
 from remote_ckpt.progress import Progress
+from remote_ckpt.routes import Route
 from remote_ckpt.stock_copies import copy_stock_checkpoint
 from remote_ckpt.store.base import Buffer, CreateOnly, Store, StoreCapabilities
 from remote_ckpt.store.local import LocalStore
@@ -219,6 +220,21 @@ def test_a_resumed_copy_does_not_copy_again_what_is_there() -> None:
     copy = copy_checkpoint(again, "10", "best")
     assert "copy" not in [call.operation for call in again.calls]
     assert keys_of(memory, "best") == expected_keys(copy)
+
+
+def test_a_resumed_copy_between_stores_reads_back_what_is_there() -> None:
+    source, target = MemoryStore.fresh(), MemoryStore.fresh()
+    save(source, b"one")
+    crashing = scripted(target, answers("write", {1: SimulatedCrash()}, key=""))
+    with suppress(SimulatedCrash):
+        copy_along(Route(source, "10", crashing, "best"))
+    damaged, sound = (f"best/{key}" for key in sorted(keys_of(target, "best")) if key.endswith(".distcp"))
+    target.write(damaged, b"X" * target.info(damaged).size_bytes)
+    again = FaultStore(target)
+    copy = copy_along(Route(source, "10", again, "best"))
+    streamed = [call.key for call in again.calls if call.operation == "write_stream"]
+    assert [key for key in (damaged, sound) if any(key.endswith(each) for each in streamed)] == [damaged]
+    assert {crc32c(target.read(f"best/{entry.key}")) == entry.crc32c for entry in copy.objects} == {True}
 
 
 def test_a_failed_object_copy_is_raised_and_the_rest_is_kept_for_the_next_call() -> None:
