@@ -250,8 +250,8 @@ def _look_once(checkpoint: Store, name: str, terms: Terms) -> tuple[CheckpointPl
     if list_generations(level.objects) != list_generations(standing.infos):
         return CheckpointPlan(name=name), "two listings of it show different manifests"
     if standing.damage is not None:
-        key = manifest_key(standing.generation)
-        return CheckpointPlan(name=name, warning=f"passing over {name}, whose {key} is not ours"), None
+        text = f"passing over {name}, whose {manifest_key(standing.generation)} is not ours"
+        return CheckpointPlan(name=name, warning=text), None
     scene = _scene(checkpoint, name, level, standing)
     # Mostly damage; but a save may have been committed, or a copy finished, while it was listed.
     reason = _reason_to_pass(scene)
