@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final, Literal
 
 from remote_ckpt.errors import UrlError
 from remote_ckpt.keys import (
@@ -31,19 +32,50 @@ from remote_ckpt.newest import Standing, named_keys, stock_keys
 from remote_ckpt.store.base import Leftover, ObjectInfo
 from remote_ckpt.url import check_name
 
-UNCOMMITTED = "of a save or copy that was never committed"
-REPLACED = "replaced or deleted, and left by a clean-up that was cut short"
-COPIED_FILE = "file of a copy of a stock checkpoint that was never finished"
-COPY_RECORD = "record of a copy that is finished"
-SUPERSEDED = "manifest that a newer one superseded"
-STOCK_METADATA = "metadata for stock readers of a deleted checkpoint"
-FOLDER = "folder of a deleted checkpoint"
-TOMBSTONE = "mark of a deleted checkpoint"
-SCRATCH = "left by a probe of the store or a look at its clock"
-LEFTOVER = {
-    "upload": "multipart upload that was never completed",
-    "file": "temporary file of an interrupted write",
-    "folder": "folder that an interrupted save or deletion left",
+GarbageKind = Literal[
+    "uncommitted",
+    "replaced",
+    "copied_file",
+    "copy_record",
+    "superseded",
+    "stock_metadata",
+    "folder",
+    "tombstone",
+    "scratch",
+    "open_upload",
+    "temporary_file",
+    "left_folder",
+]
+"""What a piece of garbage is: it decides how it is removed."""
+
+UNCOMMITTED: Final = "uncommitted"
+REPLACED: Final = "replaced"
+COPIED_FILE: Final = "copied_file"
+COPY_RECORD: Final = "copy_record"
+SUPERSEDED: Final = "superseded"
+STOCK_METADATA: Final = "stock_metadata"
+FOLDER: Final = "folder"
+TOMBSTONE: Final = "tombstone"
+SCRATCH: Final = "scratch"
+LEFTOVER: Final[Mapping[str, GarbageKind]] = {
+    "upload": "open_upload",
+    "file": "temporary_file",
+    "folder": "left_folder",
+}
+
+_WORDS: Final[Mapping[GarbageKind, str]] = {
+    UNCOMMITTED: "of a save or copy that was never committed",
+    REPLACED: "replaced or deleted, and left by a clean-up that was cut short",
+    COPIED_FILE: "file of a copy of a stock checkpoint that was never finished",
+    COPY_RECORD: "record of a copy that is finished",
+    SUPERSEDED: "manifest that a newer one superseded",
+    STOCK_METADATA: "metadata for stock readers of a deleted checkpoint",
+    FOLDER: "folder of a deleted checkpoint",
+    TOMBSTONE: "mark of a deleted checkpoint",
+    SCRATCH: "left by a probe of the store or a look at its clock",
+    "open_upload": "multipart upload that was never completed",
+    "temporary_file": "temporary file of an interrupted write",
+    "left_folder": "folder that an interrupted save or deletion left",
 }
 
 
@@ -56,6 +88,7 @@ class Garbage:
         key: Its key, relative to the root.
         size_bytes: Its size; 0 for open uploads, of which the store does not say it.
         modified_at: When it changed last, by the store's clock (UTC).
+        kind: What it is.
         reason: Why it is garbage, in words.
     """
 
@@ -63,6 +96,7 @@ class Garbage:
     key: str
     size_bytes: int
     modified_at: datetime
+    kind: GarbageKind
     reason: str
 
 
@@ -138,9 +172,10 @@ def plan_checkpoint(scene: Scene, *, before: datetime, tombstones: bool = False)
             key=f"{scene.name}/{info.key}",
             size_bytes=info.size_bytes,
             modified_at=info.modified_at,
-            reason=reason,
+            kind=kind,
+            reason=_WORDS[kind],
         )
-        for info, reason in (*found, *last)
+        for info, kind in (*found, *last)
     )
 
 
@@ -152,7 +187,8 @@ def plan_root(infos: Iterable[ObjectInfo], *, before: datetime) -> tuple[Garbage
             key=info.key,
             size_bytes=info.size_bytes,
             modified_at=info.modified_at,
-            reason=SCRATCH,
+            kind=SCRATCH,
+            reason=_WORDS[SCRATCH],
         )
         for info in infos
         if is_scratch_key(info.key) and info.modified_at < before
@@ -191,7 +227,7 @@ def is_name(text: str) -> bool:
 
 # --- one name ----------------------------------------------------------------------------------------
 
-_Found = Iterator[tuple[ObjectInfo, str]]
+_Found = Iterator[tuple[ObjectInfo, GarbageKind]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +267,13 @@ def _facts_of(scene: Scene, before: datetime) -> _Facts:
 
 def _data(facts: _Facts) -> _Found:
     for info in facts.infos:
-        reason = _reason(facts, info) if facts.is_old(info) else None
-        if reason is not None:
-            yield info, reason
+        kind = _kind(facts, info) if facts.is_old(info) else None
+        if kind is not None:
+            yield info, kind
 
 
-def _reason(facts: _Facts, info: ObjectInfo) -> str | None:
-    """Why an old object that is neither a manifest nor ``.metadata`` is garbage; None where it is not."""
+def _kind(facts: _Facts, info: ObjectInfo) -> GarbageKind | None:
+    """What garbage an old object is that is neither a manifest nor ``.metadata``; None where it is none."""
     if info.key.rpartition("/")[0] in facts.scene.linked_folders:
         return None
     manifest = facts.scene.standing.manifest
@@ -303,7 +339,9 @@ def _superseded_manifests(facts: _Facts) -> _Found:
         yield info, SUPERSEDED
 
 
-def _last(facts: _Facts, removed: Collection[str], tombstones: bool) -> Sequence[tuple[ObjectInfo, str]]:
+def _last(
+    facts: _Facts, removed: Collection[str], tombstones: bool
+) -> Sequence[tuple[ObjectInfo, GarbageKind]]:
     """Return the tombstone where it goes: with its folder, or by the operator's order."""
     scene, newest = facts.scene, facts.newest
     if newest is None or not scene.is_deleted or not facts.is_settled or scene.has_begun_folder:
@@ -323,7 +361,8 @@ def _leftover_garbage(leftover: Leftover, name: str) -> Garbage:
         key=leftover.key,
         size_bytes=leftover.size_bytes,
         modified_at=leftover.modified_at,
-        reason=LEFTOVER[leftover.kind],
+        kind=LEFTOVER[leftover.kind],
+        reason=_WORDS[LEFTOVER[leftover.kind]],
     )
 
 

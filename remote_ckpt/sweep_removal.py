@@ -163,9 +163,9 @@ class _Removal:
                 self.tally.add_failure(tombstone.key, "it stays as long as what could not be removed")
 
     def _remove_objects(self, objects: Sequence[Garbage]) -> bool:
-        replaced = [each for each in objects if each.reason in (REPLACED, STOCK_METADATA)]
-        copied = [each for each in objects if each.reason == COPIED_FILE]
-        others = [each for each in objects if each.reason not in (REPLACED, STOCK_METADATA, COPIED_FILE)]
+        replaced = [each for each in objects if each.kind in (REPLACED, STOCK_METADATA)]
+        copied = [each for each in objects if each.kind == COPIED_FILE]
+        others = [each for each in objects if each.kind not in (REPLACED, STOCK_METADATA, COPIED_FILE)]
         if not self._delete(copied, None):
             # Only the records of those copies prove that what is left of them is ours.
             for each in others:
@@ -178,7 +178,7 @@ class _Removal:
         newest = self.plan.newest
         if newest is None or not replaced:
             return True
-        metadata = [each for each in replaced if each.reason == STOCK_METADATA]
+        metadata = [each for each in replaced if each.kind == STOCK_METADATA]
         if metadata or newest.manifest.stock_metadata is not None:
             try:
                 newest = publish_stock_metadata(self.checkpoint, newest)
@@ -188,7 +188,7 @@ class _Removal:
                 return False
         if not newest.is_live:
             self.tally.add_removed(metadata)
-        return self._delete([each for each in replaced if each.reason == REPLACED], newest)
+        return self._delete([each for each in replaced if each.kind == REPLACED], newest)
 
     def _remove_manifests(self, manifests: Sequence[Garbage]) -> bool:
         """Remove the lowest first: with it gone, nobody who climbs from the first one stops half-way."""
@@ -202,7 +202,7 @@ class _Removal:
         newest = self.plan.newest
         if newest is None:
             return
-        if tombstone.reason == FOLDER:
+        if tombstone.kind == FOLDER:
             finish_deletion(self.checkpoint, newest.manifest, options=self.options)
             if self.checkpoint.is_current():
                 self.tally.add_failure(

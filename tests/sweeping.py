@@ -111,7 +111,8 @@ def swept(root: Store, **arguments: object) -> SweepReport:
 
 
 def reasons(report: SweepReport) -> dict[str, str]:
-    return {each.key: each.reason for each in report.garbage}
+    """What each piece of garbage is, by its key."""
+    return {each.key: each.kind for each in report.garbage}
 
 
 def newest_of(root: Store, name: str) -> Newest:

@@ -287,7 +287,14 @@ class TestSweep:
             *("root", "now", "older_than_seconds", "is_dry_run", "garbage", "garbage_bytes"),
             *("removed_count", "removed_bytes", "failures", "warnings"),
         }
-        assert set(document["garbage"][0]) == {"checkpoint", "key", "size_bytes", "modified_at", "reason"}
+        assert set(document["garbage"][0]) == {
+            "checkpoint",
+            "key",
+            "size_bytes",
+            "modified_at",
+            "kind",
+            "reason",
+        }
         assert (document["older_than_seconds"], document["is_dry_run"]) == (0.0, True)
         assert document["garbage_bytes"] == sum(each["size_bytes"] for each in document["garbage"])
 

@@ -72,6 +72,9 @@ class TestWhatGoes:
         assert len(report.garbage) == len(garbage)
         assert {each.checkpoint for each in report.garbage} == {"", "10", "20", "30", "40_keep"}
         assert all(each.key.startswith(each.checkpoint) for each in report.garbage)
+        assert {each.reason for each in report.garbage if each.kind == UNCOMMITTED} == {
+            "of a save or copy that was never committed"
+        }
 
     def test_a_dry_run_is_the_default_and_changes_nothing(self, root: Store) -> None:
         leave_everything(root)
