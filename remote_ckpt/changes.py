@@ -30,6 +30,7 @@ def set_pinned(
     checkpoint: Store,
     is_pinned: bool,
     *,
+    if_save_id: str | None = None,
     options: Options = DEFAULT_OPTIONS,
     waiting: Waiting = REAL_TIME,
 ) -> Manifest:
@@ -38,6 +39,10 @@ def set_pinned(
     Where the newest generation is damaged and the one below says "pinned", unpinning goes on from that one,
     as replacing and deleting would: it brings its state back, and if data is missing then, loading says so.
 
+    Args:
+        is_pinned: Whether it is to be pinned.
+        if_save_id: Change only this life of the name.
+
     Returns:
         The newest generation, which says so; no new one is made where it said so already.
 
@@ -45,12 +50,14 @@ def set_pinned(
         CheckpointNotFoundError: There is no checkpoint of ours (stock ones have no manifest to pin).
         CheckpointDamagedError: Its newest generation cannot be read, and this is not an unpinning.
         FormatError: Its newest generation is of a newer format.
-        CheckpointChangedError: It was deleted meanwhile, or changed again and again.
+        CheckpointChangedError: It was deleted meanwhile, changed again and again, or is not ``if_save_id``.
         CommitUnknownError: Whether it is pinned could not be found out.
         StoreError: The store failed or refused; nothing changed.
     """
     read = _read_live if is_pinned else _read_pinned
-    return _change(checkpoint, read, lambda manifest: replace(manifest, pinned=is_pinned), options, waiting)
+    return _change(
+        checkpoint, read, lambda manifest: replace(manifest, pinned=is_pinned), if_save_id, options, waiting
+    )
 
 
 def annotate(
@@ -58,6 +65,7 @@ def annotate(
     *,
     metrics: Mapping[str, float] | None = None,
     user_metadata: Mapping[str, Any] | None = None,
+    if_save_id: str | None = None,
     options: Options = DEFAULT_OPTIONS,
     waiting: Waiting = REAL_TIME,
 ) -> Manifest:
@@ -74,19 +82,26 @@ def annotate(
             user_metadata={**manifest.user_metadata, **(user_metadata or {})},
         )
 
-    return _change(checkpoint, _read_live, edit, options, waiting)
+    return _change(checkpoint, _read_live, edit, if_save_id, options, waiting)
 
 
 def _change(
     checkpoint: Store,
     read: Callable[[Store], Newest],
     edit: Callable[[Manifest], Manifest],
+    if_save_id: str | None,
     options: Options,
     waiting: Waiting,
 ) -> Manifest:
     patience = Patience(options, waiting)
     while True:
         current = read(checkpoint)
+        if if_save_id is not None and if_save_id != current.manifest.save_id:
+            raise CheckpointChangedError(
+                f"it was saved anew: {current.manifest.save_id} is here, not {if_save_id}",
+                url=checkpoint.url,
+                operation="change",
+            )
         edited = edit(current.manifest)
         if edited == current.manifest:
             return edited

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.comparison import Comparison, compare_checkpoints
@@ -266,20 +267,26 @@ class CheckpointDirectory:
         self,
         step: Step,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> CheckpointInfo:
         """Add metrics or metadata, for example from an evaluation that finished later. Errors as :meth:`pin`.
 
         Args:
-            step: Which one; a pinned one may be annotated.
+            step: Which one; given as a :class:`CheckpointInfo`, only if it still is that life of the name: so
+                an evaluation that took long never rates weights that it did not see.
             metrics: Numbers by name; names that are there already get the new value.
             metadata: JSON values by name, likewise.
         """
+        numbers = plain_numbers(metrics)
         return self._change(
             step,
             lambda checkpoint: annotate(
-                checkpoint, metrics=metrics, user_metadata=metadata, options=self._place.options
+                checkpoint,
+                metrics=numbers,
+                user_metadata=metadata,
+                if_save_id=_save_id_of(step),
+                options=self._place.options,
             ),
         )
 
@@ -386,9 +393,14 @@ class CheckpointDirectory:
             StoreError: The store failed. If it names keys, the checkpoint is gone for every reader, and
                 another call removes the rest.
         """
-        save_id = step.save_id if isinstance(step, CheckpointInfo) else None
+        save_id = _save_id_of(step)
+        # Of a damaged one the generation is all that tells one life from the next.
+        is_seen_damaged = isinstance(step, CheckpointInfo) and save_id is None
+        generation = step.generation if isinstance(step, CheckpointInfo) and is_seen_damaged else None
         with self._opened() as root, closing(root.scope(_name_of(step))) as checkpoint:
-            delete_checkpoint(checkpoint, if_save_id=save_id, options=self._place.options)
+            delete_checkpoint(
+                checkpoint, if_save_id=save_id, if_generation=generation, options=self._place.options
+            )
         logger.info("%s: deleted %s", self.url, _name_of(step))
 
     def prune(
@@ -485,7 +497,12 @@ class CheckpointDirectory:
 
     def _set_pinned(self, step: Step, is_pinned: bool) -> CheckpointInfo:
         options = self._place.options
-        return self._change(step, lambda checkpoint: set_pinned(checkpoint, is_pinned, options=options))
+        return self._change(
+            step,
+            lambda checkpoint: set_pinned(
+                checkpoint, is_pinned, if_save_id=_save_id_of(step), options=options
+            ),
+        )
 
     def _change(self, step: Step, change: Callable[[Store], object]) -> CheckpointInfo:
         with self._opened() as root:
@@ -520,7 +537,7 @@ class CheckpointDirectory:
         place = self._place
         return CheckpointDirectory(
             other,
-            storage_options=place.storage_options if storage_options is None else storage_options,
+            storage_options=_own_options(place) if storage_options is None else storage_options,
             transport=place.transport if transport is None else transport,
             options=place.options,
         )
@@ -530,6 +547,11 @@ class CheckpointDirectory:
         yield self._connection.store()
 
 
+def _own_options(place: Place) -> dict[str, Any]:
+    """The options that a place is opened with, those that its ``UPath`` carries included."""
+    return {**place.location.options, **(place.storage_options or {})}
+
+
 class _Connection:
     """The open store of a place, opened at first use, and again in a forked child."""
 
@@ -537,23 +559,50 @@ class _Connection:
         self._place = place
         self._lock = threading.Lock()
         self._store: Store | None = None
-        self._pid = 0
+        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._place,)
 
     def store(self) -> Store:
+        if self._pid != os.getpid():
+            # In a forked child the parent's client is left alone, as closing it there could hang; and the
+            # lock may have been held by a thread that does not exist here.
+            self._lock, self._store, self._pid = threading.Lock(), None, os.getpid()
         with self._lock:
-            if self._store is None or self._pid != os.getpid():
-                # A parent's client is left alone in a forked child: closing it there could hang.
-                self._store, self._pid = self._place.open(), os.getpid()
+            if self._store is None:
+                self._store = self._place.open()
             return self._store
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return
         with self._lock:
-            if self._store is not None and self._pid == os.getpid():
+            if self._store is not None:
                 self._store.close()
             self._store = None
+
+
+def plain_numbers(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
+    """Return metrics, which may be tensors or NumPy values of one element, as plain numbers.
+
+    Raises:
+        ConfigError: One is no number; names it.
+    """
+    return {name: _number(name, value) for name, value in (metrics or {}).items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes) or not (isinstance(value, Real) or hasattr(value, "item")):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"the metric {name!r} must be one number, not a {type(value).__name__}") from error
+
+
+def _save_id_of(step: Step) -> str | None:
+    return step.save_id if isinstance(step, CheckpointInfo) else None
 
 
 def _name_of(step: Step) -> str:

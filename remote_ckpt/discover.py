@@ -8,7 +8,7 @@ nothing says that it is a checkpoint. Asking for it by name raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from remote_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     FormatError,
+    RemoteCkptError,
     UrlError,
 )
 from remote_ckpt.keys import STOCK_METADATA_NAME
@@ -76,9 +77,18 @@ def find_checkpoints(root: Store) -> list[CheckpointEntry]:
     names = _list_names(root)
     if not names:
         return []
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(names)), thread_name_prefix="discover") as pool:
-        entries = list(pool.map(lambda name: _find_readable(root, name), names))
-    return [entry for entry in entries if entry is not None]
+    return [entry for entry in _find_all(root, names) if entry is not None]
+
+
+def _find_all(root: Store, names: Sequence[str]) -> list[CheckpointEntry | None]:
+    try:
+        with ThreadPoolExecutor(min(_MAX_THREADS, len(names)), thread_name_prefix="discover") as pool:
+            return list(pool.map(lambda name: _find_readable(root, name), names))
+    except RuntimeError as error:
+        if isinstance(error, RemoteCkptError):
+            raise
+        # A program that ends starts no more threads, but the retention after its last save is to be done.
+        return [_find_readable(root, name) for name in names]
 
 
 def find_latest(

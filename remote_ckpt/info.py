@@ -49,8 +49,8 @@ class CheckpointInfo:
     total_bytes: int = 0
     object_count: int = 0
     world_size: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     pinned: bool = False
     generation: int = 0
     save_id: str | None = None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from remote_ckpt.dcp.collective import Group, open_group
 from remote_ckpt.dcp.paths import CheckpointPath
-from remote_ckpt.directory import CheckpointDirectory, Mode, Step
+from remote_ckpt.directory import CheckpointDirectory, Mode, Step, plain_numbers
 from remote_ckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -150,7 +149,7 @@ class CheckpointManager(CheckpointDirectory):
         """
         group = self._group(SaveFailedError)
         # A call that is wrong on one rank is an error on all of them, rather than a wait for the one.
-        path, numbers = group.agree(lambda: (self.path(_name_to_save(step)), _numbers(metrics)))
+        path, numbers = group.agree(lambda: (self.path(_name_to_save(step)), plain_numbers(metrics)))
         save_state(
             path,
             iteration=step if iteration is None else iteration,
@@ -339,7 +338,8 @@ class _Background:
 
     def wait(self) -> PruneReport | None:
         # A forked child has inherited the jobs, but not the thread that would end them.
-        return [job.result() for job in self._jobs][-1] if self._jobs and self._is_ours() else None
+        jobs = self._jobs if self._is_ours() else []  # a save in another thread may put another list there
+        return [job.result() for job in jobs][-1] if jobs else None
 
     def close(self) -> None:
         if self._pool is not None and self._is_ours():
@@ -361,17 +361,3 @@ def _name_to_save(step: int | str) -> int | str:
     if step == "latest":
         raise ConfigError("'latest' always means the newest step: give the checkpoint another name")
     return check_name(step) if isinstance(step, str) else step
-
-
-def _numbers(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
-    """Plain numbers of metrics, which may be tensors or NumPy values of one element."""
-    return {name: _number(name, value) for name, value in (metrics or {}).items()}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, str | bytes) or not (isinstance(value, Real) or hasattr(value, "item")):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the metric {name!r} must be one number, not {value!r}") from error

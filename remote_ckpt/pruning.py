@@ -7,7 +7,7 @@ time; it stops neither the others nor the training run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -85,6 +85,8 @@ def prune(
     """
     entries = {entry.name: entry for entry in find_checkpoints(root)}
     plan = plan_for([candidate_of(entry) for entry in entries.values()])
+    if root.capabilities.has_folders:
+        plan = _without_aliases(plan, entries)
     for warning in plan.warnings:
         logger.warning("%s: %s", root.url, warning)
     if dry_run:
@@ -99,6 +101,21 @@ def prune(
         deleted=tuple(work.deleted),
         spared=tuple(work.spared),
         failures=tuple(work.failures),
+    )
+
+
+def _without_aliases(plan: RetentionPlan, entries: Mapping[str, CheckpointEntry]) -> RetentionPlan:
+    """Keep what a kept name leads to: on a disk, a link and its target are two names of one checkpoint."""
+    kept = {entries[decision.name].save_id: decision.name for decision in plan.keep}
+    kept.pop(None, None)
+    aliases = {
+        one.name: kept[entries[one.name].save_id] for one in plan.delete if entries[one.name].save_id in kept
+    }
+    spared = tuple(Decision(name, f"{other} is the same checkpoint") for name, other in aliases.items())
+    return replace(
+        plan,
+        keep=(*plan.keep, *spared),
+        delete=tuple(decision for decision in plan.delete if decision.name not in aliases),
     )
 
 

@@ -10,9 +10,11 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import protocol
 import pytest
+from upath import UPath
 
 from remote_ckpt import (
     CheckpointChangedError,
@@ -22,11 +24,13 @@ from remote_ckpt import (
     CheckpointInfo,
     CheckpointNotFoundError,
     CheckpointPinnedError,
+    CheckpointRetentionPolicy,
     ConfigError,
     KeepBest,
     KeepEvery,
     KeepLast,
     StoreUnavailableError,
+    cleanup_checkpoint,
     resumed,
 )
 from remote_ckpt.checksum import crc32c
@@ -37,6 +41,7 @@ from remote_ckpt.resumed import note_resumed
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.testing.faults import FaultStore, StoreCall
+from remote_ckpt.testing.servers import LocalServer
 from remote_ckpt.url import parse_location
 
 _numbers = itertools.count()
@@ -262,6 +267,41 @@ def test_a_checkpoint_that_was_seen_is_not_deleted_in_a_newer_life(directory: Ch
     assert names(directory) == []
 
 
+def test_a_note_about_weights_that_were_replaced_since_is_refused(directory: CheckpointDirectory) -> None:
+    save(directory, 1)
+    seen = directory.info(1)
+    save(directory, 1, payload=b"newer")
+    for change in (
+        directory.pin,
+        directory.unpin,
+        lambda info: directory.annotate(info, metrics={"loss": 0.5}),
+    ):
+        with pytest.raises(CheckpointChangedError):
+            change(seen)
+    assert (directory.info(1).metrics, directory.info(1).pinned) == ({}, False)
+    assert directory.annotate(directory.info(1), metrics={"loss": 0.5}).metrics == {"loss": 0.5}
+
+
+def test_a_damaged_checkpoint_that_was_seen_is_not_deleted_in_a_newer_life(
+    directory: CheckpointDirectory,
+) -> None:
+    save(directory, 1)
+    write(directory, "1/manifest.000001.json", b"{")
+    [seen] = directory.list()
+    save(directory, 1, payload=b"newer")
+    with pytest.raises(CheckpointChangedError):
+        directory.delete(seen)
+    assert payload_of(directory, "1") == b"newer"
+
+
+@pytest.mark.parametrize("wrong", ["0.5", 10**400, None, [1.0]])
+def test_what_is_no_number_is_no_metric(directory: CheckpointDirectory, wrong: Any) -> None:
+    save(directory, 1)
+    with pytest.raises(ConfigError, match="loss"):
+        directory.annotate(1, metrics={"loss": wrong})
+    assert directory.info(1).generation == 1
+
+
 # --- pruning -----------------------------------------------------------------------------------------
 
 
@@ -340,6 +380,19 @@ def test_br_26_foreign_names_and_leftovers_are_untouched_by_retention(directory:
     assert kept - {"10"} == {"15", "20", "20-backup", "mystep-5", "notes"}
 
 
+def test_what_a_kept_link_leads_to_is_kept(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    save(directory, 1, 2, 3)
+    (tmp_path / "best").symlink_to("1")
+    (tmp_path / "1000").symlink_to("3")
+    assert directory.prune(KeepLast(1)).deleted == ("2",)
+    assert names(directory) == ["1", "3", "1000", "best"]
+    assert [payload_of(directory, name) for name in names(directory)] == [b"x"] * 4
+    (tmp_path / "1000").unlink()
+    cleanup_checkpoint(tmp_path, CheckpointRetentionPolicy.BEST)
+    assert names(directory) == ["1", "best"]
+
+
 # --- copies ------------------------------------------------------------------------------------------
 
 
@@ -408,6 +461,29 @@ def test_a_forked_child_connects_anew(tmp_path: Path) -> None:
     if child == 0:
         os._exit(len(directory.list()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_a_child_that_is_forked_while_a_thread_connects_does_not_wait_for_it(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    save(directory, 1, 2)
+    directory._connection._lock.acquire()  # as the thread holds it, which the child does not have
+    child = os.fork()
+    if child == 0:
+        os._exit(len(directory.list()))
+    directory._connection._lock.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+@pytest.mark.server
+def test_a_copy_to_a_url_takes_the_options_that_the_path_carries(
+    ministack: LocalServer, fresh_root: Callable[[LocalServer], str]
+) -> None:
+    root = UPath(fresh_root(ministack), **ministack.storage_options())
+    directory = CheckpointDirectory(root)
+    with closing(open_store(root)) as store:
+        protocol.save(store, b"x", name="1")
+    mirror = f"{directory.url}-mirror"
+    assert [info.url for info in directory.copy_to(mirror)] == [f"{mirror}/1"]
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:

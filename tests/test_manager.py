@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,7 +171,7 @@ def test_metrics_are_numbers_of_any_kind_and_checked_before_anything_is_written(
     info = manager.info(1)
     assert (info.metrics["tensor"], info.metrics["int"]) == (0.5, 2.0)
     assert info.metrics["nan"] != info.metrics["nan"]
-    for wrong in ("0.5", torch.ones(2), None, [1]):
+    for wrong in ("0.5", torch.ones(2), None, [1], 10**400):
         with pytest.raises(ConfigError, match="loss"):
             manager.save(2, model=model_of(1.0), metrics={"loss": wrong})  # type: ignore[dict-item]
     assert names(manager) == ["1"]
@@ -230,6 +232,19 @@ def test_retention_that_fails_never_fails_the_training_and_is_tried_again(
     report = manager.wait()
     assert report is not None
     assert report.deleted == ("1", "2", "3")
+
+
+def test_a_program_that_ends_after_its_last_save_finishes_the_retention(tmp_path: Path) -> None:
+    program = f"""
+import torch
+from remote_ckpt import CheckpointManager, KeepLast
+manager = CheckpointManager({str(tmp_path / "run")!r}, policy=KeepLast(1))
+for step in range(4):
+    manager.save(step, model=torch.nn.Linear(1, 1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names(CheckpointDirectory(tmp_path / "run")) == ["3"]
 
 
 def test_what_was_resumed_from_stays_until_a_newer_one_is_committed(url: str) -> None:
