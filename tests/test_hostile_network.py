@@ -20,7 +20,6 @@ from torch import nn
 
 from remote_ckpt import load_checkpoint, save_checkpoint
 from remote_ckpt.changes import set_pinned
-from remote_ckpt.copies import copy_checkpoint
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.discover import find_latest
 from remote_ckpt.errors import (
