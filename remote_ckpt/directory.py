@@ -132,6 +132,7 @@ class CheckpointDirectory:
             verify: Pass over those, too, whose objects are not all there with the right sizes.
 
         Raises:
+            CheckpointDamagedError: There are steps, and the manifests of all are damaged.
             FormatError: The highest step was written in a newer format.
             StoreError: A request failed.
         """

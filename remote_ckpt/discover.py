@@ -104,10 +104,12 @@ def find_latest(
         is_sound: A further test; what fails it is passed over.
 
     Raises:
+        CheckpointDamagedError: There are steps, and all of them are damaged.
         FormatError: The highest step was written in a format that this version does not read.
         StoreError: Any request failed.
     """
     steps = [name for name in _list_names(root) if parse_step(name) is not None]
+    damage: CheckpointError | None = None
     for name in reversed(steps):
         entry = _find(root, name)
         if entry is not None and entry.error is None:
@@ -118,6 +120,9 @@ def find_latest(
             raise entry.error
         if entry is not None:
             logger.warning("%s: passing over the damaged checkpoint %s: %s", root.url, name, entry.error)
+            damage = damage or entry.error
+    if damage is not None:
+        raise damage  # to begin anew where checkpoints lie, if damaged ones, is for a person to decide
     return None
 
 

@@ -169,6 +169,15 @@ def test_br_09_a_damaged_manifest_is_listed_as_such_passed_over_and_an_error_whe
         directory.info(2)
 
 
+def test_where_all_steps_are_damaged_there_is_no_latest_and_not_none(directory: CheckpointDirectory) -> None:
+    save(directory, 1, 2, "best")
+    for step in (1, 2):
+        write(directory, f"{step}/manifest.000001.json", b"{")
+    with pytest.raises(CheckpointDamagedError, match="damaged") as raised:
+        directory.latest()
+    assert str(raised.value.url).endswith("/2")
+
+
 def test_br_09_looking_closely_passes_over_a_checkpoint_that_lacks_an_object(
     directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
