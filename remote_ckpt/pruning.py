@@ -7,7 +7,7 @@ time; it stops neither the others nor the training run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -86,7 +86,7 @@ def prune(
     entries = {entry.name: entry for entry in find_checkpoints(root)}
     plan = plan_for([candidate_of(entry) for entry in entries.values()])
     if root.capabilities.has_folders:
-        plan = _without_aliases(plan, entries)
+        plan = _without_aliases(plan, root)
     for warning in plan.warnings:
         logger.warning("%s: %s", root.url, warning)
     if dry_run:
@@ -104,19 +104,27 @@ def prune(
     )
 
 
-def _without_aliases(plan: RetentionPlan, entries: Mapping[str, CheckpointEntry]) -> RetentionPlan:
+def _without_aliases(plan: RetentionPlan, root: Store) -> RetentionPlan:
     """Keep what a kept name leads to: on a disk, a link and its target are two names of one checkpoint."""
-    kept = {entries[decision.name].save_id: decision.name for decision in plan.keep}
-    kept.pop(None, None)
-    aliases = {
-        one.name: kept[entries[one.name].save_id] for one in plan.delete if entries[one.name].save_id in kept
-    }
-    spared = tuple(Decision(name, f"{other} is the same checkpoint") for name, other in aliases.items())
+    if not plan.delete:
+        return plan
+    kept = {_folder_of(root, decision.name): decision.name for decision in plan.keep}
+    doomed = {decision.name: kept.get(_folder_of(root, decision.name)) for decision in plan.delete}
+    spared = [Decision(name, f"{other} leads to it") for name, other in doomed.items() if other is not None]
     return replace(
         plan,
         keep=(*plan.keep, *spared),
-        delete=tuple(decision for decision in plan.delete if decision.name not in aliases),
+        delete=tuple(decision for decision in plan.delete if doomed[decision.name] is None),
     )
+
+
+def _folder_of(root: Store, name: str) -> str:
+    """The real path of a checkpoint's folder; where it is gone, what no other has."""
+    try:
+        with closing(root.scope(name)) as checkpoint:
+            return checkpoint.identity
+    except CheckpointNotFoundError:
+        return f"gone: {name}"
 
 
 def candidate_of(entry: CheckpointEntry) -> Candidate:
