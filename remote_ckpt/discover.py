@@ -22,14 +22,13 @@ from remote_ckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
     RemoteCkptError,
-    UrlError,
 )
 from remote_ckpt.keys import STOCK_METADATA_NAME
 from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest
 from remote_ckpt.newest import CheckpointKind, Standing, look_at_top, stock_files
 from remote_ckpt.store.base import Store
-from remote_ckpt.url import check_name, parse_step
+from remote_ckpt.url import check_name, is_name, listing_order, parse_step
 
 _MAX_THREADS = 16
 _MAX_LOOKS = 3
@@ -145,21 +144,8 @@ def resolve(root: Store, name: str) -> CheckpointEntry:
 
 
 def _list_names(root: Store) -> list[str]:
-    names = [name for name in root.list_children("").prefixes if _is_name(name)]
-    return sorted(names, key=_by_step)
-
-
-def _by_step(name: str) -> tuple[bool, int, str]:
-    step = parse_step(name)
-    return step is None, step or 0, name
-
-
-def _is_name(name: str) -> bool:
-    try:
-        check_name(name)
-    except UrlError:
-        return False
-    return True
+    names = [name for name in root.list_children("").prefixes if is_name(name)]
+    return sorted(names, key=listing_order)
 
 
 def _find_readable(root: Store, name: str) -> CheckpointEntry | None:

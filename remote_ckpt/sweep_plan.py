@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Literal
 
-from remote_ckpt.errors import UrlError
 from remote_ckpt.keys import (
     STOCK_METADATA_NAME,
     copy_record_key,
@@ -30,7 +29,7 @@ from remote_ckpt.keys import (
 )
 from remote_ckpt.newest import Standing, named_keys, stock_keys
 from remote_ckpt.store.base import Leftover, ObjectInfo
-from remote_ckpt.url import check_name
+from remote_ckpt.url import is_name
 
 GarbageKind = Literal[
     "uncommitted",
@@ -215,14 +214,6 @@ def parse_owner(key: str) -> str | None:
     name, _, rest = key.partition("/")
     is_own = parse_manifest_key(rest) is not None or is_attempt_key(rest)
     return name if is_own and is_name(name) else None
-
-
-def is_name(text: str) -> bool:
-    """Whether a text can name a checkpoint."""
-    try:
-        return bool(check_name(text))
-    except UrlError:
-        return False
 
 
 # --- one name ----------------------------------------------------------------------------------------

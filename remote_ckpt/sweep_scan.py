@@ -40,13 +40,12 @@ from remote_ckpt.sweep_plan import (
     Garbage,
     Scene,
     has_own_names,
-    is_name,
     parse_owner,
     plan_checkpoint,
     plan_leftovers,
     plan_root,
 )
-from remote_ckpt.url import parse_step
+from remote_ckpt.url import is_name, listing_order, parse_step
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -134,7 +133,7 @@ def scan(root: Store, terms: Terms) -> Findings:
     garbage, 33 more if that has no manifest. Errors as :func:`.sweep.sweep`.
     """
     listing = root.list_children("")
-    names = sorted(filter(is_name, listing.prefixes), key=_by_step)
+    names = sorted(filter(is_name, listing.prefixes), key=listing_order)
     if not listing.prefixes:
         _check_is_empty(root)
     plans = in_threads(lambda name: _scan_name(root, name, terms), names)
@@ -179,11 +178,6 @@ def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 # --- the root ----------------------------------------------------------------------------------------
-
-
-def _by_step(name: str) -> tuple[bool, int, str]:
-    step = parse_step(name)
-    return step is None, step or 0, name
 
 
 def _check_is_empty(root: Store) -> None:

@@ -169,7 +169,7 @@ def check_name(name: str) -> str:
 
     Allowed are 1 to 255 of ``A-Z a-z 0-9 . _ = -``, not starting with a dot.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise UrlError(
             f"{redact_url(name)!r} cannot name a checkpoint: "
             "use 1 to 255 of A-Z a-z 0-9 . _ = - and no leading dot"
@@ -180,6 +180,17 @@ def check_name(name: str) -> str:
 def parse_step(name: str) -> int | None:
     """Return the step that a checkpoint's name stands for, or None unless it is canonical decimal digits."""
     return int(name) if len(name) <= 255 and _STEP.fullmatch(name) else None
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a checkpoint."""
+    return _NAME.fullmatch(text) is not None
+
+
+def listing_order(name: str) -> tuple[bool, int, str]:
+    """Return what to sort names by: steps by number, then the named ones by name."""
+    step = parse_step(name)
+    return step is None, step or 0, name
 
 
 def _is_upath(path: object) -> bool:

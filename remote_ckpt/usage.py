@@ -15,7 +15,7 @@ from remote_ckpt.discover import CheckpointEntry, find_checkpoints
 from remote_ckpt.keys import STOCK_METADATA_NAME, is_scratch_key, manifest_key, own_key
 from remote_ckpt.newest import CheckpointKind, named_keys, stock_keys
 from remote_ckpt.store.base import ObjectInfo, Store
-from remote_ckpt.sweep_plan import is_name
+from remote_ckpt.url import is_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
