@@ -495,6 +495,31 @@ def test_a_copy_to_a_url_takes_the_options_that_the_path_carries(
     assert [info.url for info in directory.copy_to(mirror)] == [f"{mirror}/1"]
 
 
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "part", ["a?b", "a*b", "[1]", "two words", "a+b", "a#b", "a%20b", "Läufe 模型", "-dash"]
+)
+def test_an_odd_prefix_in_a_bucket_is_itself_and_no_pattern(
+    ministack: LocalServer, fresh_root: Callable[[LocalServer], str], part: str
+) -> None:
+    above = fresh_root(ministack)
+    access = ministack.storage_options()
+    for name, payload in ((part, b"odd"), ("axb", b"plain"), ("1", b"plain")):
+        with closing(open_store(f"{above}/{name}", storage_options=access)) as root:
+            for step in ("1", "2"):
+                protocol.save(root, payload, name=step)
+    with CheckpointDirectory(f"{above}/{part}", storage_options=access) as directory:
+        assert names(directory) == ["1", "2"]
+        assert directory.keep_copy(2).url == f"{above}/{part}/2_keep"
+        assert directory.verify("2_keep", read_data=True).is_sound
+        assert directory.prune(KeepLast(1)).deleted == ("1",)
+        directory.delete("2_keep")
+        directory.sweep(older_than=timedelta(0), dry_run=False)
+        assert names(directory) == ["2"]
+    for other in ("axb", "1"):
+        assert names(CheckpointDirectory(f"{above}/{other}", storage_options=access)) == ["1", "2"]
+
+
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     directory = CheckpointDirectory("s3://bucket/run", storage_options={"key": "K-1", "secret": "S-1"})
     assert repr(directory) == "CheckpointDirectory('s3://bucket/run')"
