@@ -112,11 +112,12 @@ def _change(
             package_version=__version__,
         )
         # A higher generation may have come first, without what this one says: look and decide again.
-        if create_generation(checkpoint, edited, options=options, waiting=waiting) and (
-            highest_after(checkpoint, edited.generation, options=options, waiting=waiting)
-            == edited.generation
+        created = create_generation(checkpoint, edited, options=options, waiting=waiting)
+        if created is not None and (
+            highest_after(checkpoint, created.generation, options=options, waiting=waiting)
+            == created.generation
         ):
-            return edited
+            return created
         if not patience.wait():
             raise CheckpointChangedError(
                 "others kept changing the checkpoint", url=checkpoint.url, operation="change"

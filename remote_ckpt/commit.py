@@ -157,8 +157,9 @@ def commit_save(
                 url=checkpoint.url,
                 operation="commit",
             )
-        manifest = _next_generation(checkpoint, draft, attempt, standing)
-        if _create(checkpoint, manifest, attempt, options, waiting):
+        wanted = _next_generation(checkpoint, draft, attempt, standing)
+        manifest = _create(checkpoint, wanted, attempt, options, waiting)
+        if manifest is not None:
             break
         if not patience.wait():
             raise SaveFailedError(
@@ -291,7 +292,7 @@ def _next_generation(
 
 def _create(
     checkpoint: Store, manifest: Manifest, attempt: SaveAttempt, options: Options, waiting: Waiting
-) -> bool:
+) -> Manifest | None:
     try:
         return create_generation(
             checkpoint,

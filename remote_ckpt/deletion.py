@@ -88,13 +88,13 @@ def delete_checkpoint(
         if not standing.generation:
             return _delete_stock(checkpoint, standing, options)
         try:
-            tombstone = _tombstone(checkpoint, standing, options)
-            is_ours = create_generation(checkpoint, tombstone, options=options, waiting=waiting)
+            wanted = _tombstone(checkpoint, standing, options)
+            tombstone = create_generation(checkpoint, wanted, options=options, waiting=waiting)
         except StorageFullError:
             if _remove_without_tombstone(checkpoint, standing, options):
                 return
             raise
-        if is_ours:
+        if tombstone is not None:
             break
         if not patience.wait():
             raise _changed(checkpoint, "others kept changing the checkpoint")
@@ -305,12 +305,12 @@ def _remove_empty_folder(checkpoint: Store, options: Options) -> None:
     if standing.infos or not _is_ours_alone(checkpoint, standing, options):
         return
     try:
-        tombstone = replace(_nameless(checkpoint), extra={CLOSES_FOLDER: True})
-        is_ours = create_generation(checkpoint, tombstone, options=options)
+        wanted = replace(_nameless(checkpoint), extra={CLOSES_FOLDER: True})
+        tombstone = create_generation(checkpoint, wanted, options=options)
     except StorageFullError:
         checkpoint.remove_folder()
         return
-    if is_ours:
+    if tombstone is not None:
         finish_deletion(checkpoint, tombstone, options=options)
 
 

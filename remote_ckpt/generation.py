@@ -5,6 +5,10 @@ asked what stands there: our own bytes mean that we won, another's that we lost.
 not mean that we lost: the request may still be on its way (through a proxy, say) and land later.
 So the identical PUT is sent again until one of them is decided, or the deadline passes.
 
+What was created is read back, too: a store that does not check what arrives keeps a bit that flipped on
+the way, and a manifest that nobody can read would hide the checkpoint, and the one that it replaced.
+The same is then said again by the next generation.
+
 Absence in a listing proves nothing here: listings may lag behind, or be wrong. A generation that was
 created and is not listed leaves the outcome open, so nothing is cleaned up.
 """
@@ -15,7 +19,7 @@ import enum
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from remote_ckpt.errors import (
@@ -32,6 +36,7 @@ from remote_ckpt.errors import (
     StoreUnavailableError,
 )
 from remote_ckpt.keys import manifest_key
+from remote_ckpt.log import logger
 from remote_ckpt.manifest import Manifest, format_manifest, parse_manifest
 from remote_ckpt.newest import list_generations
 from remote_ckpt.options import Options
@@ -40,6 +45,8 @@ from remote_ckpt.store.base import Store
 _REFUSALS = (AccessDeniedError, BucketNotFoundError, StorageFullError, ConfigError)
 _OPEN_OUTCOMES = (StoreUnavailableError, ObjectExistsError, ObjectNotFoundError)
 _SHORTEST_WAIT_SECONDS = 0.02
+_MAX_DAMAGED = 4
+"""Manifests in a row that are stored damaged: with as many, it is no accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,11 @@ def create_generation(
     not_after: datetime | None = None,
     options: Options = DEFAULT_OPTIONS,
     waiting: Waiting = REAL_TIME,
-) -> bool:
-    """Create a generation; returns true where it is ours, false where another has taken the number.
+) -> Manifest | None:
+    """Create a generation and read it back; returns None where another has taken the number.
+
+    Where the store keeps it damaged, the same contents are created as the next generation, and so on:
+    the one that is returned is readable.
 
     Args:
         manifest: Written to the key of its generation.
@@ -108,30 +118,25 @@ def create_generation(
         StoreError, ConfigError: A clean refusal (no right, no space, a request that the store does not
             take), with nothing in doubt from a try before; nothing was created.
         CheckpointChangedError: Local only: the folder was taken away; nothing was created in the newer one.
-        CommitUnknownError: Not decided before the deadline; it may exist now or later.
+        CommitUnknownError: Not decided before the deadline; it may exist now or later. Or the store gave
+            back other bytes than it was sent, several times.
     """
-    key, data = manifest_key(manifest.generation), format_manifest(manifest)
-    save_id = manifest.save_id if is_save else None
-    patience = Patience(options, waiting)
-    is_in_doubt = False
-    while True:
-        try:
-            checkpoint.create(key, data)
-            return True
-        except (StoreError, ConfigError) as error:
-            cause = error
-        found = _Found.UNKNOWN if patience.is_over else _read_back(checkpoint, key, data, save_id)
-        if found in (_Found.OURS, _Found.ANOTHERS):
-            return found is _Found.OURS
-        if _is_refusal(cause, found) and not is_in_doubt:
-            raise cause
-        is_in_doubt = is_in_doubt or not _is_refusal(cause, found)
-        if patience.is_over:
-            raise _unknown(checkpoint, key) from cause
-        if _is_gone(checkpoint):
-            raise _changed(checkpoint) from cause
-        if not patience.wait() or _is_past(checkpoint, not_after):
-            raise _unknown(checkpoint, key) from cause
+    for _ in range(_MAX_DAMAGED):
+        creation = _Creation(checkpoint, manifest, is_save, not_after, options, waiting)
+        if not creation.create():
+            return None
+        found = creation.read_back()
+        if found is not _Found.DAMAGED:
+            return manifest if found is _Found.OURS else None
+        logger.warning("%s: %s was stored damaged: said again", checkpoint.url, creation.key)
+        manifest = replace(manifest, generation=manifest.generation + 1)
+    raise CommitUnknownError(
+        f"of {_MAX_DAMAGED} manifests the store gave back other bytes than it was sent: "
+        "they are altered on their way, or where they are kept; nothing was cleaned up",
+        url=checkpoint.url,
+        key=creation.key,
+        operation="commit",
+    )
 
 
 def highest_after(
@@ -168,20 +173,101 @@ def highest_after(
 class _Found(enum.Enum):
     OURS = enum.auto()
     ANOTHERS = enum.auto()
+    DAMAGED = enum.auto()
     NOTHING = enum.auto()
     UNKNOWN = enum.auto()
 
 
-def _read_back(checkpoint: Store, key: str, data: bytes, save_id: str | None) -> _Found:
-    """Find out what stands at ``key``: an object read by its key says more than any listing."""
-    try:
-        found = checkpoint.read(key)
-    except ObjectNotFoundError:
-        return _Found.NOTHING
-    except (StoreError, ConfigError):
-        return _Found.UNKNOWN
-    is_ours = found == data or (save_id is not None and _save_id_of(found, checkpoint.url, key) == save_id)
-    return _Found.OURS if is_ours else _Found.ANOTHERS
+class _Creation:
+    """The creation of one manifest; arguments as of :func:`create_generation`."""
+
+    def __init__(
+        self,
+        checkpoint: Store,
+        manifest: Manifest,
+        is_save: bool,
+        not_after: datetime | None,
+        options: Options,
+        waiting: Waiting,
+    ) -> None:
+        self.key = manifest_key(manifest.generation)
+        self._checkpoint = checkpoint
+        self._generation = manifest.generation
+        self._data = format_manifest(manifest)
+        self._save_id = manifest.save_id if is_save else None
+        self._not_after = not_after
+        self._options = options
+        self._waiting = waiting
+
+    def create(self) -> bool:
+        """Send it until it is decided; whether it is ours."""
+        patience = Patience(self._options, self._waiting)
+        is_in_doubt = False
+        while True:
+            try:
+                self._checkpoint.create(self.key, self._data)
+                return True
+            except (StoreError, ConfigError) as error:
+                cause = error
+            found = _Found.UNKNOWN if patience.is_over else self._look()
+            if found in (_Found.OURS, _Found.ANOTHERS, _Found.DAMAGED):
+                return found is _Found.OURS
+            if _is_refusal(cause, found) and not is_in_doubt:
+                raise cause
+            is_in_doubt = is_in_doubt or not _is_refusal(cause, found)
+            if patience.is_over:
+                raise _unknown(self._checkpoint, self.key) from cause
+            if _is_gone(self._checkpoint):
+                raise _changed(self._checkpoint) from cause
+            if not patience.wait() or _is_past(self._checkpoint, self._not_after):
+                raise _unknown(self._checkpoint, self.key) from cause
+
+    def read_back(self) -> _Found:
+        """Look at what was created until the store says what stands there.
+
+        A newer generation may have made this one garbage that was swept: then it stood.
+        """
+        patience = Patience(self._options, self._waiting)
+        while True:
+            found = self._look()
+            if found not in (_Found.NOTHING, _Found.UNKNOWN):
+                return found
+            if found is _Found.NOTHING and self._is_built_upon():
+                return _Found.OURS
+            if _is_gone(self._checkpoint):
+                raise _changed(self._checkpoint)
+            if not patience.wait():
+                raise _unknown(self._checkpoint, self.key)
+
+    def _look(self) -> _Found:
+        """Find out what stands at the key: an object read by its key says more than any listing.
+
+        Damage is believed the second time only: what was altered on its way here comes right then.
+        """
+        found = self._look_once()
+        return self._look_once() if found is _Found.DAMAGED else found
+
+    def _look_once(self) -> _Found:
+        try:
+            found = self._checkpoint.read(self.key)
+        except ObjectNotFoundError:
+            return _Found.NOTHING
+        except (StoreError, ConfigError):
+            return _Found.UNKNOWN
+        if found == self._data:
+            return _Found.OURS
+        try:
+            manifest = parse_manifest(found, url=self._checkpoint.url, key=self.key)
+        except CheckpointError:
+            return _Found.DAMAGED  # one of a newer format that is not is another's, which is as well
+        return _Found.OURS if self._save_id == manifest.save_id else _Found.ANOTHERS
+
+    def _is_built_upon(self) -> bool:
+        try:
+            generations = list_generations(self._checkpoint.list_children("").objects)
+        except StoreError:
+            return False
+        return bool(generations) and generations[-1] > self._generation
 
 
 def _is_refusal(cause: StoreError | ConfigError, found: _Found) -> bool:
@@ -192,13 +278,6 @@ def _is_refusal(cause: StoreError | ConfigError, found: _Found) -> bool:
     if isinstance(cause, _REFUSALS):
         return True
     return found is _Found.NOTHING and not isinstance(cause, _OPEN_OUTCOMES)
-
-
-def _save_id_of(data: bytes, url: str, key: str) -> str | None:
-    try:
-        return parse_manifest(data, url=url, key=key).save_id
-    except CheckpointError:
-        return None
 
 
 def _is_gone(checkpoint: Store) -> bool:

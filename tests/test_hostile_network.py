@@ -19,7 +19,7 @@ from protocol import expected_keys, keys_of, load, manifests_of, save
 from torch import nn
 
 from remote_ckpt import load_checkpoint, save_checkpoint
-from remote_ckpt.changes import set_pinned
+from remote_ckpt.changes import annotate, set_pinned
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.discover import find_latest
 from remote_ckpt.errors import (
@@ -37,6 +37,7 @@ from remote_ckpt.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from remote_ckpt.newest import read_newest
 from remote_ckpt.options import MiB, Options, RetryOptions
 from remote_ckpt.probe import probe_create_only
 from remote_ckpt.store import open_store
@@ -658,6 +659,47 @@ def test_a_bit_that_flips_while_a_manifest_is_read_loses_neither_pin_nor_checkpo
     assert latest is not None
     assert (latest.name, fault.fired) == ("2", 2)
     assert run.payloads() == BEFORE
+
+
+@pytest.mark.parametrize("what", ["create", "replace", "delete", "keep last", "copy"])
+@pytest.mark.parametrize("offset_bytes", [None, 12, -1])
+def test_a_bit_that_flips_in_what_commits_is_found_before_anything_is_deleted(
+    run: Run, proxy: FaultProxy, what: str, offset_bytes: int | None
+) -> None:
+    operation = OPERATIONS[what]
+    flip = FlipByte("request") if offset_bytes is None else FlipByte("request", offset_bytes=offset_bytes)
+    with proxy.inject(Rule(header="if-none-match", nth=1, fault=flip)) as fault:
+        assert operation.act(run.hostile, PATIENT) == operation.expected
+    assert fault.fired == 1
+    assert run.payloads() == operation.after
+    assert saves_again(run)
+
+
+def test_a_bit_that_flips_in_a_pin_or_a_note_leaves_the_checkpoint_whole(run: Run, proxy: FaultProxy) -> None:
+    flips = Rule(header="if-none-match", nth=1, fault=FlipByte("request"))
+    with proxy.inject(flips) as fault:
+        assert set_pinned(run.hostile.scope("1"), True).pinned
+    with proxy.inject(flips) as second:
+        assert annotate(run.hostile.scope("1"), metrics={"loss": 0.5}).metrics == {"loss": 0.5}
+    assert (fault.fired, second.fired) == (1, 1)
+    assert run.payloads() == BEFORE
+    newest = read_newest(run.clean.scope("1"))
+    assert newest is not None
+    assert (newest.generation, newest.manifest.pinned, newest.manifest.metrics) == (5, True, {"loss": 0.5})
+
+
+@pytest.mark.parametrize("what", ["create", "replace", "delete", "copy"])
+def test_where_all_that_commits_is_stored_damaged_nothing_is_deleted_and_few_are_tried(
+    run: Run, proxy: FaultProxy, what: str
+) -> None:
+    before = {info.key for info in run.clean.list()}
+    rule = Rule(header="if-none-match", path="*/manifest.*", fault=FlipByte("request"))
+    with proxy.inject(rule) as fault, pytest.raises(CommitUnknownError, match="other bytes than it was sent"):
+        OPERATIONS[what].act(run.hostile, BRIEF)
+    assert fault.fired == 4
+    assert before <= {info.key for info in run.clean.list()}
+    # What stood there is hidden now, but whole: the operator's order brings it back.
+    assert save(run.hostile, b"new", name="2", overwrite=True, options=PATIENT).name == "2"
 
 
 def test_br50_a_store_that_refuses_checksum_headers_is_served_without(run: Run, proxy: FaultProxy) -> None:
