@@ -647,6 +647,8 @@ def _check_sweep(outcome: Outcome, dry: SweepReport, gone: set[str], due: set[st
 
 # --- runs ------------------------------------------------------------------------------------------------
 
+pytestmark = pytest.mark.timeout(2400)  # a disk on which each sync takes 50 ms makes minutes of it
+
 
 def run(world: World, fresh: Callable[[], Sequence[Site]], *, examples: int, steps: int) -> None:
     class Machine(DirectoryMachine):
@@ -662,6 +664,7 @@ def run(world: World, fresh: Callable[[], Sequence[Site]], *, examples: int, ste
             database=None,
             deadline=None,
             print_blob=True,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -56,8 +56,9 @@ def opened_folder(at: int, parts: Sequence[str], *, create: bool = False) -> Ite
     try:
         for part in parts:
             child = _open_or_make(part, at=handle) if create else open_folder(part, at=handle)
-            os.close(handle)
-            handle = child
+            # In this order: an interrupt in between must not let a number be closed twice.
+            parent, handle = handle, child
+            os.close(parent)
         yield handle
     finally:
         os.close(handle)
