@@ -25,10 +25,11 @@ from remote_ckpt.keys import new_token
 from remote_ckpt.log import logger
 from remote_ckpt.options import Options
 from remote_ckpt.store.base import CreateOnly, Store
+from remote_ckpt.store.retry import Backoff
 from remote_ckpt.store.single_writer import may_refuse_condition
 
 _RACERS = 8
-_MAX_ROUNDS = 3
+_MAX_ROUNDS = 5
 _proven: set[tuple[int, str]] = set()
 """Processes and :attr:`Store.identity` of what passed. URLs would not do: endpoints share bucket names."""
 
@@ -46,7 +47,7 @@ def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> No
     create_only = store.capabilities.create_only
     if create_only is CreateOnly.ATOMIC or (os.getpid(), store.identity) in _proven:
         return
-    reason = "its driver has none" if create_only is CreateOnly.NONE else _find_fault(store)
+    reason = "its driver has none" if create_only is CreateOnly.NONE else _find_fault(store, options)
     if reason is None:
         _proven.add((os.getpid(), store.identity))
     elif options.commit.accept_single_writer:
@@ -65,10 +66,10 @@ def probe_create_only(store: Store, *, options: Options = DEFAULT_OPTIONS) -> No
         )
 
 
-def _find_fault(store: Store) -> str | None:
+def _find_fault(store: Store, options: Options) -> str | None:
     made: list[str] = []
     try:
-        fault = _try_all(store, made)
+        fault = _try_all(store, made, Backoff(options.retry))
     except Exception:
         _remove(store, made, level=logging.DEBUG)  # what failed is told: what its cleanup meets is no news
         raise
@@ -76,23 +77,28 @@ def _find_fault(store: Store) -> str | None:
     return fault
 
 
-def _try_all(store: Store, made: list[str]) -> str | None:
+def _try_all(store: Store, made: list[str], backoff: Backoff) -> str | None:
     """Return what is wrong; ``made`` gets the keys of all objects that may be there now."""
-    first, *others = [f".probe-{new_token()}" for _ in range(1 + _MAX_ROUNDS)]
     try:
-        fault = _try_twice(store, first, made) or _refused(store)
-        for key in others:
-            if fault is None:
-                made.append(key)
-                if (done := _try_race(store, key)) is not None:
-                    return done or None
+        fault = _try_twice_patiently(store, made, backoff) or _refused(store)
+        for _ in range(_MAX_ROUNDS):
+            if fault is not None:
+                return fault
+            made.append(_new_key())
+            if (done := _try_race(store, made[-1])) is not None:
+                return done or None
+            backoff.wait()
         return fault or _undecided(store)
     except (UnsupportedStoreError, StoreError) as error:
         if not may_refuse_condition(error):
             raise
-        store.write(first, b"plain")  # where this fails too, it was not the condition
-        made.append(first)
+        made.append(_new_key())
+        store.write(made[-1], b"plain")  # where this fails too, it was not the condition
         return f"it refuses the condition: {error}"
+
+
+def _new_key() -> str:
+    return f".probe-{new_token()}"
 
 
 def _remove(store: Store, keys: Sequence[str], *, level: int) -> None:
@@ -106,6 +112,22 @@ def _remove(store: Store, keys: Sequence[str], *, level: int) -> None:
         logger.log(level, "%s: cannot remove the probe %s: %s", store.url, failure.key, failure.error)
 
 
+def _try_twice_patiently(store: Store, made: list[str], backoff: Backoff) -> str | None:
+    """Try until the store answers, each time with another key: what got no answer may still land."""
+    unanswered: list[str] = []
+    while True:
+        key = _new_key()
+        try:
+            fault = _try_twice(store, key, made)
+        except StoreUnavailableError:
+            unanswered.append(key)
+            if not backoff.wait():
+                raise
+        else:
+            made.extend(key for key in unanswered if key not in made)
+            return fault
+
+
 def _try_twice(store: Store, key: str, made: list[str]) -> str | None:
     """Create one object twice; returns what is wrong."""
     for content in (b"first", b"second"):
@@ -115,7 +137,8 @@ def _try_twice(store: Store, key: str, made: list[str]) -> str | None:
             is_taken = True  # for the first one too, if its answer got lost and the driver sent it again
         else:
             is_taken = False
-        made[:] = [key]
+        if key not in made:
+            made.append(key)
         if content == b"second" and not is_taken:
             return "a second write replaced the first"
     return None if store.read(key) == b"first" else "a refused write took effect"

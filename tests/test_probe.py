@@ -15,7 +15,7 @@ from remote_ckpt.errors import (
     StoreUnavailableError,
     UnsupportedStoreError,
 )
-from remote_ckpt.options import CommitOptions, Options
+from remote_ckpt.options import CommitOptions, Options, RetryOptions
 from remote_ckpt.probe import probe_create_only
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Buffer, CreateOnly, Store, StoreCapabilities
@@ -26,6 +26,7 @@ from remote_ckpt.testing.faults import FaultStore, StoreCall
 from remote_ckpt.testing.proxy import FaultProxy, Reply, Rule
 from remote_ckpt.testing.servers import LocalServer
 
+HASTY = Options(retry=RetryOptions(initial_seconds=0.0, max_seconds=0.0))
 ACCEPTING = Options(commit=CommitOptions(accept_single_writer=True))
 
 
@@ -169,23 +170,50 @@ def test_a_failing_store_finds_nothing_out_and_is_asked_again() -> None:
 
     memory = MemoryStore.fresh()
     with pytest.raises(StoreUnavailableError):
-        probe_create_only(FaultStore(Declared(memory), before=fail))
+        probe_create_only(FaultStore(Declared(memory), before=fail), options=HASTY)
     probe_create_only(Declared(memory))
     assert memory.list() == []
 
 
-@pytest.mark.parametrize("error", [AccessDeniedError("403"), StoreUnavailableError("refused")])
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 12])
+def test_a_store_that_gives_no_answer_for_a_while_is_asked_again(first: int, is_done: bool) -> None:
+    def fail(call: StoreCall, result: object = None) -> object:
+        if call.operation == "create" and first <= call.number < first + 3:
+            raise StoreUnavailableError("503")
+        return result
+
+    memory = MemoryStore.fresh()
+    hook = {"after": fail} if is_done else {"before": fail}
+    probe_create_only(FaultStore(Declared(memory), **hook), options=HASTY)
+    assert memory.list() == []
+
+
+def test_a_store_that_is_busy_for_all_racers_is_asked_again() -> None:
+    def fail(call: StoreCall) -> None:
+        if call.operation == "create" and 3 < call.number <= 3 + 3 * 9:
+            raise StoreUnavailableError("503")
+
+    memory = MemoryStore.fresh()
+    probe_create_only(FaultStore(Declared(memory), before=fail), options=HASTY)
+    assert memory.list() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [(AccessDeniedError("403"), 1), (StoreUnavailableError("refused"), 8)]
+)
 def test_a_create_that_fails_is_told_alone_and_nothing_is_removed(
-    error: StoreError, caplog: pytest.LogCaptureFixture
+    error: StoreError, tries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(call: StoreCall) -> None:
         raise error
 
     store = FaultStore(Declared(MemoryStore.fresh()), before=fail)
     with pytest.raises(type(error)) as raised:
-        probe_create_only(store)
+        probe_create_only(store, options=HASTY)
     assert raised.value is error
-    assert [call.operation for call in store.calls] == ["create"]
+    assert [call.operation for call in store.calls] == ["create"] * tries
+    assert len({call.key for call in store.calls}) == tries
     assert caplog.text == ""
 
 

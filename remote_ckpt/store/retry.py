@@ -19,10 +19,15 @@ from remote_ckpt.url import redact_url
 T = TypeVar("T")
 
 
-class _Patience:
+class Backoff:
     """The waits of one operation: exponential with full jitter, up to a number of tries and a deadline."""
 
-    def __init__(self, options: RetryOptions, sleep: Callable[[float], None], now: Callable[[], float]):
+    def __init__(
+        self,
+        options: RetryOptions,
+        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._options = options
         self._sleep = sleep
         self._now = now
@@ -75,18 +80,18 @@ class RetryStore(DelegatingStore):
     def _wrap(self, inner: Store) -> RetryStore:
         return RetryStore(inner, self._options, meter=self._meter, sleep=self._sleep, now=self._now)
 
-    def _patience(self) -> _Patience:
-        return _Patience(self._options, self._sleep, self._now)
+    def _backoff(self) -> Backoff:
+        return Backoff(self._options, self._sleep, self._now)
 
     def _invoke(self, operation: str, key: str | None, call: Callable[[], T]) -> T:
-        return call() if operation == "create" else self._repeat(operation, key, call, self._patience())
+        return call() if operation == "create" else self._repeat(operation, key, call, self._backoff())
 
     def _repeat(
         self,
         operation: str,
         key: str | None,
         call: Callable[[], T],
-        patience: _Patience,
+        backoff: Backoff,
         foreign: Sequence[BaseException] = (),
     ) -> T:
         while True:
@@ -94,17 +99,17 @@ class RetryStore(DelegatingStore):
                 return call()
             except StoreUnavailableError as error:
                 if any(error is other for other in foreign) or not self._wait(
-                    operation, key, error, patience
+                    operation, key, error, backoff
                 ):
                     raise
 
-    def _wait(self, operation: str, key: str | None, error: Exception, patience: _Patience) -> bool:
+    def _wait(self, operation: str, key: str | None, error: Exception, backoff: Backoff) -> bool:
         what = f"{operation} of {redact_url(key)}" if key else operation
-        if not patience.wait():
-            logger.warning("%s failed for good at try %d: %s", what, patience.tries, error)
+        if not backoff.wait():
+            logger.warning("%s failed for good at try %d: %s", what, backoff.tries, error)
             return False
         self._meter.count(retries=1)
-        logger.warning("%s: try %d after: %s", what, patience.tries, error)
+        logger.warning("%s: try %d after: %s", what, backoff.tries, error)
         return True
 
     def write_stream(
@@ -131,17 +136,17 @@ class RetryStore(DelegatingStore):
                 key, watched, size_bytes=size_bytes, part_bytes=part_bytes, concurrency=concurrency
             )
 
-        self._repeat("write_stream", key, call, self._patience(), raised)
+        self._repeat("write_stream", key, call, self._backoff(), raised)
 
     def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
         """See :meth:`Store.delete`; only keys whose failure was transient are tried again."""
-        patience = self._patience()
+        backoff = self._backoff()
         final: list[DeleteFailure] = []
         pending = list(keys)
         while True:
-            failures = self._repeat("delete", None, partial(self.inner.delete, pending), patience)
+            failures = self._repeat("delete", None, partial(self.inner.delete, pending), backoff)
             transient = [one for one in failures if isinstance(one.error, StoreUnavailableError)]
             final += [one for one in failures if one not in transient]
-            if not transient or not self._wait("delete", transient[0].key, transient[0].error, patience):
+            if not transient or not self._wait("delete", transient[0].key, transient[0].error, backoff):
                 return final + transient
             pending = [one.key for one in transient]
