@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -760,3 +761,61 @@ def test_br49_a_token_that_expires_on_the_way_loses_nothing(run: Run, proxy: Fau
     with suppress(CheckpointExistsError, CheckpointNotFoundError):
         operation.act(run.hostile, PATIENT)
     assert run.payloads() == operation.after
+
+
+OLD = "ASIAOLDOLDOLDOLDOLD1"
+NEW = "ASIANEWNEWNEWNEWNEW1"
+
+
+def write_profile(path: Path, key: str) -> None:
+    """Write keys as a login does that runs beside a job."""
+    path.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t\n")
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which a session finds its keys: at first the old ones."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    write_profile(tmp_path / "credentials", OLD)
+    return tmp_path / "credentials"
+
+
+@pytest.fixture
+def signed_by_profile(
+    profile: Path, running_proxy: FaultProxy, url: str, clean: Store, transport: str | None
+) -> Iterator[Run]:
+    given = {"endpoint_url": running_proxy.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}}
+    with closing(open_store(url, storage_options=given, transport=transport, options=PATIENT)) as store:
+        probe_create_only(store)
+        yield start_run(store, clean)
+
+
+@pytest.mark.parametrize("after", [1, 4, 7])
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_br49_keys_that_rotate_in_the_middle_are_looked_for_again(
+    signed_by_profile: Run, proxy: FaultProxy, profile: Path, what: str, after: int
+) -> None:
+    run, operation = signed_by_profile, OPERATIONS[what]
+    expired = Rule(
+        header="authorization", value=f"*{OLD}*", after=after, fault=Reply(400, code="ExpiredToken")
+    )
+    write_profile(profile, NEW)
+    with proxy.inject(expired) as fault:
+        assert operation.act(run.hostile, PATIENT) == operation.expected
+    assert fault.fired <= 8
+    assert run.payloads() == operation.after
+
+
+def test_br49_keys_that_stay_the_same_are_refused_once(
+    signed_by_profile: Run, proxy: FaultProxy, profile: Path
+) -> None:
+    with (
+        proxy.inject(Rule(fault=Reply(400, code="ExpiredToken"))),
+        pytest.raises(AccessDeniedError, match="expired"),
+    ):
+        load(signed_by_profile.hostile, "2")
+    assert len(proxy.requests) <= 4  # a refused listing is followed by a look at one key

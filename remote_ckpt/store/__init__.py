@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from remote_ckpt.errors import ConfigError
@@ -12,6 +13,7 @@ from remote_ckpt.store.base import CreateOnly, Store
 from remote_ckpt.store.local import LocalStore
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.store.meter import MeteredStore, StoreMeter
+from remote_ckpt.store.renewal import RenewingStore
 from remote_ckpt.store.retry import RetryStore
 from remote_ckpt.store.single_writer import SingleWriterStore
 from remote_ckpt.store.wrappers import PrefixStore
@@ -69,20 +71,23 @@ def _open_driver(
         return LocalStore(location.path)
     if transport is None and location.scheme == "memory":
         return _open_memory(location)
+    settings: dict[str, Any] = {
+        "storage_options": storage_options,
+        "retry": options.retry,
+        "transfer": options.transfer,
+    }
     if transport != "fsspec" and location.scheme in _NATIVE:
         from remote_ckpt.store.obstore import open_obstore_store
 
-        return open_obstore_store(
-            location,
-            storage_options=storage_options,
-            retry=options.retry,
-            transfer=options.transfer,
-        )
+        open_native = partial(open_obstore_store, location, **settings)
+        return RenewingStore(open_native) if location.scheme == "s3" else open_native()
+    if location.scheme == "s3":
+        from remote_ckpt.store.fsspec_s3 import open_s3fs_store
+
+        return RenewingStore(partial(open_s3fs_store, location, **settings))
     from remote_ckpt.store.fsspec import open_fsspec_store
 
-    return open_fsspec_store(
-        location, storage_options=storage_options, retry=options.retry, transfer=options.transfer
-    )
+    return open_fsspec_store(location, **settings)
 
 
 def _open_memory(location: Location) -> Store:

@@ -96,6 +96,13 @@ def find_aws_identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> A
     return _from_botocore(profile or environ.get("AWS_PROFILE"))
 
 
+def current_keys(provider: CredentialProvider | None) -> Mapping[str, Any] | None:
+    """Return what a provider hands out now, without the time at which it ends."""
+    if provider is None:
+        return None
+    return {name: value for name, value in provider().items() if name != "expires_at"}
+
+
 def _from(environ: Mapping[str, str]) -> Mapping[str, str | None]:
     return {
         "access_key_id": environ.get("AWS_ACCESS_KEY_ID"),

@@ -93,15 +93,14 @@ def open_fsspec_store(
     given = {**location.options, **(storage_options or {})}
     retry, transfer = retry or RetryOptions(), transfer or TransferOptions()
     if location.scheme == "s3":
-        from remote_ckpt.store.fsspec_s3 import S3fsStore, plan_s3fs_options
+        from remote_ckpt.store.fsspec_s3 import open_s3fs_store
 
-        file_system = _open_file_system(location, plan_s3fs_options(given, retry))
-        return S3fsStore(location, file_system, transfer, retry)
+        return open_s3fs_store(location, storage_options=given, retry=retry, transfer=transfer)
     if location.scheme in _BUCKETS:
         given.setdefault("use_listings_cache", False)
         if given.get("endpoint_url"):
             check_endpoint(given["endpoint_url"], option="endpoint_url")
-    file_system = _open_file_system(location, given)
+    file_system = open_file_system(location, given)
     if location.scheme in ("http", "https"):
         from remote_ckpt.store.fsspec_http import HttpStore
 
@@ -109,7 +108,8 @@ def open_fsspec_store(
     return FsspecStore(location, file_system, transfer)
 
 
-def _open_file_system(location: Location, options: Mapping[str, Any]) -> Any:
+def open_file_system(location: Location, options: Mapping[str, Any]) -> Any:
+    """Return fsspec's file system for a location; errors as :func:`open_fsspec_store`."""
     import fsspec
 
     try:

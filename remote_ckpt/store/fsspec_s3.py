@@ -22,6 +22,7 @@ from remote_ckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     ObjectNotFoundError,
+    RemoteCkptError,
     StoreError,
     StoreUnavailableError,
 )
@@ -39,11 +40,12 @@ from remote_ckpt.store.base import (
 )
 from remote_ckpt.store.boto_errors import translate_answer
 from remote_ckpt.store.chunks import SLOWEST_BYTES_PER_SECOND, CheckedChunks, cut_parts, plan_part_bytes
-from remote_ckpt.store.fsspec import FsspecStore
+from remote_ckpt.store.credentials import CredentialProvider, current_keys
+from remote_ckpt.store.fsspec import FsspecStore, open_file_system
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.http_errors import no_listing_message
-from remote_ckpt.store.obstore_options import ENDPOINT_VARIABLES
+from remote_ckpt.store.obstore_options import ENDPOINT_VARIABLES, plan_s3
 from remote_ckpt.store.option_checks import check_endpoint, check_mappings
 from remote_ckpt.store.s3_uploads import abort_upload, leftovers_of, list_uploads
 from remote_ckpt.url import Location, redact_url
@@ -76,6 +78,22 @@ def plan_s3fs_options(given: Mapping[str, Any], retry: RetryOptions) -> dict[str
     return {"use_listings_cache": False, **given, "config_kwargs": config}
 
 
+def open_s3fs_store(
+    location: Location, *, storage_options: Mapping[str, Any], retry: RetryOptions, transfer: TransferOptions
+) -> S3fsStore:
+    """Return the store at an ``s3`` location as :func:`~remote_ckpt.store.fsspec.open_fsspec_store` does."""
+    given = {**location.options, **storage_options}
+    file_system = open_file_system(location, plan_s3fs_options(given, retry))
+    return S3fsStore(location, file_system, transfer, retry, _find_provider(location, given))
+
+
+def _find_provider(location: Location, given: Mapping[str, Any]) -> CredentialProvider | None:
+    """Return what hands out the credentials that s3fs finds by the same options; None if we cannot tell."""
+    with contextlib.suppress(RemoteCkptError):
+        return plan_s3(location.bucket, given, os.environ).provider
+    return None
+
+
 def _check_endpoints(given: Mapping[str, Any]) -> None:
     """Check all endpoints that botocore may take: it repeats a malformed one in its errors."""
     sources = {"endpoint_url": given, **dict.fromkeys(ENDPOINT_VARIABLES, os.environ)}
@@ -97,9 +115,15 @@ class S3fsStore(FsspecStore):
     """One prefix of a bucket, through s3fs. Made by :func:`~remote_ckpt.store.fsspec.open_fsspec_store`."""
 
     def __init__(
-        self, location: Location, file_system: Any, transfer: TransferOptions, retry: RetryOptions
+        self,
+        location: Location,
+        file_system: Any,
+        transfer: TransferOptions,
+        retry: RetryOptions,
+        provider: CredentialProvider | None = None,
     ) -> None:
         super().__init__(location, file_system, transfer)
+        self._keys = current_keys(provider)
         file_system.retries = 1  # s3fs repeats what botocore gave up
         self._request_seconds = retry.request_seconds
         self._total_seconds = retry.total_seconds
@@ -107,6 +131,10 @@ class S3fsStore(FsspecStore):
             timeout_seconds=min(retry.request_seconds, retry.total_seconds),
             verify=file_system.client_kwargs.get("verify"),
         )
+
+    def credentials(self) -> Mapping[str, Any] | None:
+        """See :meth:`.renewal.CredentialedStore.credentials`: those that were found when it was opened."""
+        return self._keys
 
     @property
     def identity(self) -> str:
@@ -320,7 +348,7 @@ class S3fsStore(FsspecStore):
         return self._send_part_once(target, number, body)
 
     def _send_part_once(self, target: Mapping[str, Any], number: int, body: bytes) -> Mapping[str, Any]:
-        with self._request("write_stream"):
+        with self._request("write_stream", target["Key"][len(self._path_in_bucket("")) :]):
             answer = self._call("upload_part", PartNumber=number, Body=body, **target)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 

@@ -51,6 +51,7 @@ from remote_ckpt.store.base import (
     sorted_infos,
 )
 from remote_ckpt.store.chunks import CheckedChunks, plan_part_bytes
+from remote_ckpt.store.credentials import current_keys
 from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.obstore_clients import Clients, check_process, open_clients, plan_settings
 from remote_ckpt.store.obstore_errors import DRIVER_ERRORS, redacted, status_of, translate
@@ -121,6 +122,10 @@ class ObstoreStore(FolderlessStore):
     def capabilities(self) -> StoreCapabilities:
         """Copies run in the store; whether it honours create-only depends on the server."""
         return StoreCapabilities(create_only=CreateOnly.PROBE, server_side_copy=True)
+
+    def credentials(self) -> Mapping[str, Any] | None:
+        """See :meth:`.renewal.CredentialedStore.credentials`."""
+        return current_keys(self._settings.provider)
 
     def read(self, key: str) -> bytes:
         """See :meth:`Store.read`."""

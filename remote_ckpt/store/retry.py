@@ -98,9 +98,7 @@ class RetryStore(DelegatingStore):
             try:
                 return call()
             except StoreUnavailableError as error:
-                if any(error is other for other in foreign) or not self._wait(
-                    operation, key, error, backoff
-                ):
+                if any(error is other for other in foreign) or not self._wait(operation, key, error, backoff):
                     raise
 
     def _wait(self, operation: str, key: str | None, error: Exception, backoff: Backoff) -> bool:

@@ -26,6 +26,7 @@ class Rule:
             expression that is searched for.
         query: The same of the query, unescaped, without ``?``.
         header: Name of a header that must be there, such as ``"if-none-match"`` or ``"range"``.
+        value: The same as ``path`` for what that header says.
         nth: Fire for the n-th request only that matches and gets this far (counted from 1).
         first: Fire for so many.
         every: Fire for every n-th.
@@ -43,6 +44,7 @@ class Rule:
     path: str = "*"
     query: str = "*"
     header: str | None = None
+    value: str = "*"
     nth: int | None = None
     first: int | None = None
     every: int | None = None
@@ -55,7 +57,9 @@ class Rule:
             raise ConfigError(f"a rule takes only one of {', '.join(_COUNTS)}")
         if counts and counts[0] < 1:
             raise ConfigError(f"{', '.join(_COUNTS)} of a rule are 1 or more, not {counts[0]}")
-        for pattern in (self.path, self.query):
+        if self.header is None and self.value != "*":
+            raise ConfigError("a rule with a value names the header that must have it")
+        for pattern in (self.path, self.query, self.value):
             _check_pattern(pattern)
 
     def matches(self, call: Call) -> bool:
@@ -63,10 +67,16 @@ class Rule:
         return (
             self.method in (None, call.method)
             and self.operation in (None, call.operation)
-            and (self.header is None or self.header.lower() in call.headers)
+            and self._has_header(call)
             and _fits(self.path, unquote(call.path))
             and _fits(self.query, unquote_plus(call.query))
         )
+
+    def _has_header(self, call: Call) -> bool:
+        if self.header is None:
+            return True
+        found = call.headers.get(self.header.lower())
+        return found is not None and _fits(self.value, found)
 
     def fires_at(self, number: int) -> bool:
         """Whether the fault fires for the request of that number (from 1) among those that match."""

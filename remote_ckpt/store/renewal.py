@@ -1,0 +1,150 @@
+"""Credentials that changed while a job runs: another file, another environment, a role's next keys.
+
+A refusal is looked at once: the driver is opened anew, and where that finds other credentials than the
+one in use has, it takes over. The request then counts as unanswered, so that
+:class:`~remote_ckpt.store.retry.RetryStore` sends it again. Where nothing changed the refusal stands.
+
+Roles need none of this as long as their keys are valid until the time that they came with: botocore
+renews them before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from remote_ckpt.errors import AccessDeniedError, RemoteCkptError, StoreUnavailableError
+from remote_ckpt.log import logger
+from remote_ckpt.store.base import DeleteFailure, Store
+from remote_ckpt.store.wrappers import DelegatingStore
+
+T = TypeVar("T")
+_SECONDS_BETWEEN_LOOKS: Final = 1.0
+
+
+class CredentialedStore(Store, Protocol):
+    """A driver that can say with what it signs."""
+
+    def credentials(self) -> Mapping[str, Any] | None:
+        """Return the keys in use, without the time at which they end; None where requests go unsigned."""
+        ...
+
+
+class _Driver:
+    """The driver in use, shared by all scopes; ``number`` counts how often it was replaced."""
+
+    def __init__(self, open_driver: Callable[[], CredentialedStore], now: Callable[[], float]) -> None:
+        self.store = open_driver()
+        self.number = 0
+        self._open = open_driver
+        self._now = now
+        self._retired: list[Store] = []
+        self._lock = threading.Lock()
+        self._looked_at: float | None = None
+
+    def is_renewed_since(self, number: int) -> bool:
+        """Whether another driver is in use now than the one of that number, which was refused."""
+        with self._lock:
+            if self.number == number and self._may_look() and (fresh := self._with_other_keys()) is not None:
+                self._retired.append(self.store)  # others may be in the middle of a request
+                self.store = fresh
+                self.number += 1
+                self._looked_at = None
+                logger.warning("%s: the credentials have changed: the new ones are used now", fresh.url)
+            return self.number != number
+
+    def close(self) -> None:
+        for store in (*self._retired, self.store):
+            store.close()
+
+    def _may_look(self) -> bool:
+        now = self._now()
+        if self._looked_at is not None and now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return False
+        self._looked_at = now
+        return True
+
+    def _with_other_keys(self) -> CredentialedStore | None:
+        try:
+            fresh = self._open()
+            if fresh.credentials() not in (None, self.store.credentials()):
+                return fresh
+        except RemoteCkptError as error:
+            logger.warning("%s: no other credentials: %s", self.store.url, error)
+            return None
+        fresh.close()
+        return None
+
+
+class RenewingStore(DelegatingStore):
+    """A store whose credentials are looked for again when they are refused.
+
+    Args:
+        open_driver: Opens the driver with the credentials of that moment; asks the store nothing.
+        now: A clock in seconds that never goes back.
+    """
+
+    def __init__(
+        self, open_driver: Callable[[], CredentialedStore], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._driver = _Driver(open_driver, now)
+        self._names: tuple[str, ...] = ()
+        self._number = 0
+        super().__init__(self._driver.store)
+
+    def scope(self, name: str, *, create: bool = False) -> RenewingStore:
+        """See :meth:`Store.scope`."""
+        scope = RenewingStore.__new__(RenewingStore)
+        scope._driver = self._driver
+        scope._names = (*self._names, name)
+        scope._number = self._number
+        scope.inner = self.inner.scope(name, create=create)
+        return scope
+
+    def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+        """See :meth:`Store.delete`."""
+
+        def call() -> Sequence[DeleteFailure]:
+            failures = self.inner.delete(keys)
+            for failure in failures:
+                if isinstance(failure.error, AccessDeniedError):
+                    self._check_renewed(self._number, failure.error)
+            return failures
+
+        return self._invoke("delete", None, call)
+
+    def close(self) -> None:
+        """Close the driver, or end this scope's use."""
+        if self._names:
+            self.inner.close()
+        else:
+            self._driver.close()
+
+    def _invoke(self, operation: str, key: str | None, call: Callable[[], T]) -> T:
+        number = self._follow()
+        try:
+            return call()
+        except AccessDeniedError as error:
+            self._check_renewed(number, error)
+            raise
+
+    def _check_renewed(self, number: int, refusal: AccessDeniedError) -> None:
+        if self._driver.is_renewed_since(number):
+            raise StoreUnavailableError(
+                f"refused, with credentials that have changed since: {refusal}",
+                url=refusal.url,
+                key=refusal.key,
+                operation=refusal.operation,
+            ) from refusal
+
+    def _follow(self) -> int:
+        """Go over to the driver in use now; returns its number."""
+        number, store = self._driver.number, self._driver.store
+        if number != self._number:
+            inner: Store = store
+            for name in self._names:
+                inner = inner.scope(name)
+            self.inner, self._number = inner, number
+        return self._number
