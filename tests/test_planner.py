@@ -341,10 +341,17 @@ def test_br_72_a_save_says_that_ranks_hold_different_values_of_one_name(ranks: R
     assert any("different values of name, weight; only one rank's copy is saved" in line for line in first)
 
 
-def test_br_72_large_tensors_are_compared_only_when_asked_for(ranks: Ranks, tmp_path: Path) -> None:
-    small = {"compare_bytes": 8}
-    first, _ = ranks.run(save_by_rank, str(tmp_path / "1"), tensors_of_other_values, small)
-    assert any("different values of name; only" in line for line in first)
+def tensors_of_other_ends(rank: int) -> dict[str, Any]:
+    return {"late": torch.tensor([5, rank]), "early": torch.tensor([rank, 5]), "name": f"rank {rank}"}
+
+
+@pytest.mark.parametrize(("compare_bytes", "names"), [(8, "early, name"), (2**63, "early, late, name")])
+def test_br_72_of_large_tensors_the_beginning_is_compared_and_all_only_when_asked_for(
+    ranks: Ranks, tmp_path: Path, compare_bytes: int, names: str
+) -> None:
+    settings = {"compare_bytes": compare_bytes}
+    first, _ = ranks.run(save_by_rank, str(tmp_path / "1"), tensors_of_other_ends, settings)
+    assert any(f"different values of {names}; only" in line for line in first)
 
 
 def tensors_of_other_shapes(rank: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from remote_ckpt.dcp.matching import (
     saved_shapes,
 )
 from remote_ckpt.dcp.nesting import put_element
-from remote_ckpt.dcp.payload import byte_view, is_byte_viewable
+from remote_ckpt.dcp.payload import is_plain, payload_windows
 from remote_ckpt.dcp.pickles import load_pickle
 from remote_ckpt.errors import ConfigError
 from remote_ckpt.log import logger
@@ -58,12 +58,13 @@ class CheckedSavePlanner(DefaultSavePlanner):
     """torch's save planner, which also notices where ranks disagree about a value that they all hold.
 
     Of a plain tensor or Python value under one name just one rank's copy is kept. Different shapes or
-    dtypes are an error. Different values give a warning; to keep each rank's, give each its own name,
+    dtypes are an error. Different values give a warning, and of all of these the copy of the lowest rank
+    that holds them is kept, so that it is never a mixture; to keep each rank's, give each its own name,
     such as ``f"rng.rank{rank}"``.
 
     Args:
-        compare_bytes: Plain CPU tensors up to this size are compared across ranks, and every plain
-            Python value. ``2**63`` compares everything, which costs a checksum of every byte.
+        compare_bytes: So much of the beginning of each plain CPU tensor is compared across ranks, and every
+            plain Python value. ``2**63`` compares everything, which costs a checksum of every byte.
         enable_plan_caching: As in torch; values are then compared only when the plan changes.
         dedup_save_to_lowest_rank: As in torch.
     """
@@ -106,15 +107,23 @@ class CheckedSavePlanner(DefaultSavePlanner):
                 value, under one name.
         """
         _refuse_disagreement(all_plans)
-        _warn_of_different_values([plan.planner_data for plan in all_plans])
-        return super().create_global_plan([_without_checksums(plan) for plan in all_plans])
+        differing = _names_of_different_values([plan.planner_data for plan in all_plans])
+        if differing:
+            logger.warning(
+                "ranks hold different values of %s; only one rank's copy is saved. "
+                "To keep each, save it under a name of its own, such as name.rank0",
+                listed(sorted(differing)),
+            )
+        plans = _of_lowest_ranks([_without_checksums(plan) for plan in all_plans], differing)
+        return super().create_global_plan(plans)
 
 
 def _checksum(value: Any, limit_bytes: int) -> int | None:
-    """Checksum of an unsharded value; None where it is not compared."""
+    """Checksum of an unsharded value, of a tensor's beginning; None where it is not compared."""
     if isinstance(value, torch.Tensor):
-        is_small = type(value) in (torch.Tensor, torch.nn.Parameter) and value.nbytes <= limit_bytes
-        return crc32c(byte_view(value)) if is_small and is_byte_viewable(value) else None
+        if not is_plain(value) or value.device.type != "cpu" or limit_bytes <= 0:
+            return None
+        return crc32c(next(payload_windows(value, window_bytes=limit_bytes), b""))
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.fast = True  # no memo: equal values give equal bytes, whichever objects they share
@@ -157,7 +166,7 @@ def _words(shape: tuple[str, tuple[int, ...], str]) -> str:
     return f"{kind} {list(sizes)} {dtype}" if dtype else kind
 
 
-def _warn_of_different_values(data: Sequence[Any]) -> None:
+def _names_of_different_values(data: Sequence[Any]) -> set[str]:
     first: dict[str, int] = {}
     differing = set()
     for rank_data in data:
@@ -165,12 +174,18 @@ def _warn_of_different_values(data: Sequence[Any]) -> None:
             for name, checksum in rank_data.checksums.items():
                 if first.setdefault(name, checksum) != checksum:
                     differing.add(name)
-    if differing:
-        logger.warning(
-            "ranks hold different values of %s; only one rank's copy is saved. "
-            "To keep each, save it under a name of its own, such as name.rank0",
-            listed(sorted(differing)),
-        )
+    return differing
+
+
+def _of_lowest_ranks(plans: Sequence[SavePlan], names: Collection[str]) -> list[SavePlan]:
+    """Leave each of these names to the first rank that holds it: torch would share them out among ranks."""
+    taken: set[str] = set()
+    remaining = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index.fqn not in taken]
+        taken.update(item.index.fqn for item in items if item.index.fqn in names)
+        remaining.append(plan if len(items) == len(plan.items) else replace(plan, items=items))
+    return remaining
 
 
 # --- loading ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from remote_ckpt.dcp.archives import ArchiveFile
+from remote_ckpt.dcp.devices import moved_to_cpu
 from remote_ckpt.dcp.payload import dtype_name
 from remote_ckpt.dcp.pickles import load_pickle
 from remote_ckpt.dcp.placing import Box, Ranges
@@ -112,11 +113,16 @@ class ReadJob:
         """Hand the planner an archive that is safe to unpickle: torch's own does so without limits."""
         if not self.is_trusted and not getattr(self.planner, "loads_safely", False):
             data = self._vetted(item, data)
+        elif self._unpickles_as_torch():
+            data = moved_to_cpu(data)
         self.planner.load_bytes(item, io.BytesIO(data))
+
+    def _unpickles_as_torch(self) -> bool:
+        return type(self.planner).load_bytes is DefaultLoadPlanner.load_bytes
 
     def _vetted(self, item: ReadItem, data: bytes) -> bytes:
         fqn = item.storage_index.fqn
-        is_own = type(self.planner).load_bytes is not DefaultLoadPlanner.load_bytes
+        is_own = not self._unpickles_as_torch()
         try:
             value = load_pickle(data, is_trusted=False, what=fqn)
         except CheckpointDamagedError as error:

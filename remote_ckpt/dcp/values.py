@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.tensor import DTensor
 
 from remote_ckpt.archive import SUPPORTED_DTYPES, TensorFrame, frame_tensor
+from remote_ckpt.dcp.compact import save_compactly
 from remote_ckpt.dcp.payload import dtype_name, is_plain, payload_windows
 from remote_ckpt.dcp.pickles import needs_trust
 from remote_ckpt.errors import SaveFailedError
@@ -121,7 +122,7 @@ class PlanValues:
 
     def _resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         with self._lock:
-            value = self._planner.resolve_data(item)
+            value = self._resolved_by_planner(item)
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             raise SaveFailedError(f"{item.index.fqn} is on the meta device: it has no values to save")
         expected = io.BytesIO if item.type == WriteItemType.BYTE_IO else torch.Tensor
@@ -130,6 +131,12 @@ class PlanValues:
                 f"the planner resolved {item.index.fqn} to {type(value).__name__}, not {expected.__name__}"
             )
         return value
+
+    def _resolved_by_planner(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if item.type == WriteItemType.BYTE_IO and self._is_torchs_own:
+            assert isinstance(self._planner, DefaultSavePlanner)  # it has that class's methods
+            return io.BytesIO(save_compactly(self._planner.lookup_object(item.index)))
+        return self._planner.resolve_data(item)
 
     def _is_state_itself(self, item: WriteItem) -> bool:
         """Whether what is resolved is the state's own memory, which stays as it is until all is sent."""
@@ -160,13 +167,11 @@ def _is_as_planned(value: torch.Tensor, item: WriteItem) -> bool:
 def _serialise(value: torch.Tensor | io.BytesIO) -> bytes:
     if isinstance(value, io.BytesIO):
         return value.getvalue()
-    stream = io.BytesIO()
-    torch.save(_without_surroundings(value.detach().cpu()), stream)
-    return stream.getvalue()
+    return save_compactly(_without_surroundings(value.detach().cpu()))
 
 
 def _without_surroundings(value: torch.Tensor) -> torch.Tensor:
-    """A tensor whose storage holds nothing else: ``torch.save`` writes the storage whole, not the view."""
+    """A tensor whose storage holds nothing else; of subclasses too, which saving compactly leaves alone."""
     if value.layout is not torch.strided:
         return value
     is_alone = value.untyped_storage().nbytes() == value.numel() * value.element_size()

@@ -38,6 +38,7 @@ from remote_ckpt.dcp.reports import (
     rank_reports,
     stored_items,
 )
+from remote_ckpt.dcp.turns import Turns
 from remote_ckpt.dcp.values import PlanValues, PreparedItem
 from remote_ckpt.errors import (
     ConfigError,
@@ -56,12 +57,15 @@ from remote_ckpt.store.base import Store
 from remote_ckpt.transfer import ObjectUpload, upload_objects
 from remote_ckpt.url import Location, parse_location, parse_step
 
+_IN_USE = "another save with this RemoteStorageWriter has begun and not ended: wait, or use a writer for each"
+
 
 class RemoteStorageWriter(StorageWriter):
     """Writes a checkpoint that exists wholly or not at all; give it to ``dcp.save`` or ``dcp.async_save``.
 
-    Use one writer on each rank, made with the same arguments. It may be used for many saves: with
-    ``checkpoint_id=`` in ``dcp.save`` each goes where that says, with all options of this writer.
+    Use one writer on each rank, made with the same arguments. It may be used for many saves, one after
+    another: with ``checkpoint_id=`` in ``dcp.save`` each goes where that says, with all options of this
+    writer. Saves at the same time need a writer each; a second one with this writer is refused.
 
     Args:
         url: The checkpoint's own path or URL, its last part being its name: ``"s3://bucket/run/199"``,
@@ -106,6 +110,8 @@ class RemoteStorageWriter(StorageWriter):
         self._root: Store | None = None
         self._checkpoint: Store | None = None
         self._attempt: protocol.SaveAttempt | None = None
+        self._turns = Turns()
+        self._is_coordinator = False
         self.manifest: Manifest | None = None
         """The manifest of the last committed save; on the coordinator only."""
 
@@ -117,6 +123,8 @@ class RemoteStorageWriter(StorageWriter):
 
     def reset(self, checkpoint_id: CheckpointPath | None = None) -> None:
         """Begin another save, at ``checkpoint_id`` if given; all options stay. All ranks."""
+        if not self._turns.ask():
+            return  # said in set_up_storage_writer, where torch tells all ranks
         if checkpoint_id:
             self._location = resolve_checkpoint_id(self._base, checkpoint_id)
         self._close()
@@ -126,7 +134,7 @@ class RemoteStorageWriter(StorageWriter):
         """Open the store; on the coordinator also check that this save may be committed. All ranks.
 
         Raises:
-            ConfigError: No URL was given, or ``use_collectives=False``.
+            ConfigError: No URL was given, or ``use_collectives=False``, or this writer is saving already.
             UnsupportedStoreError: The store's create-only write is missing or not honoured.
             CheckpointExistsError: Committed already, and ``overwrite`` is false.
             CheckpointPinnedError: Pinned.
@@ -136,6 +144,9 @@ class RemoteStorageWriter(StorageWriter):
                 "use_collectives=False cannot be atomic: without a coordinator there is no one commit. "
                 "Leave it at True"
             )
+        if not self._turns.take():
+            raise ConfigError(_IN_USE)
+        self._is_coordinator = is_coordinator
         self._rank = int(kwargs.get("rank") or 0)
         self._close()
         parent, name = self._require_location().split()
@@ -167,7 +178,11 @@ class RemoteStorageWriter(StorageWriter):
         A failure is not raised here: it travels in the results, and :meth:`finish` raises it for all.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner))
+        try:
+            future.set_result(self._write(plan, planner))
+        finally:
+            if not self._is_coordinator:
+                self._turns.end()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -178,6 +193,14 @@ class RemoteStorageWriter(StorageWriter):
             CheckpointExistsError, CheckpointPinnedError: Somebody else was first.
             CommitUnknownError: The store never said whether the commit took effect; nothing was deleted.
         """
+        if not self._turns.is_mine():
+            raise ConfigError(_IN_USE)
+        try:
+            self._finish(metadata, results)
+        finally:
+            self._turns.end()
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         reports = [report for rank in results for report in rank_reports(rank)]
         keys = [key for report in reports for key in report.attempted]
         try:
@@ -224,6 +247,8 @@ class RemoteStorageWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         keys: list[str] = []
+        if not self._turns.begin_writing():
+            return [as_result(RankReport((), (), ConfigError(_IN_USE, rank=self._rank), self._rank_name))]
         try:
             objects = self._data_objects(plan, planner)
             keys = [one.key for one in objects]
@@ -232,6 +257,7 @@ class RemoteStorageWriter(StorageWriter):
             self._withdraw(keys)
             return [as_result(RankReport((), tuple(keys), self._as_ours(error), self._rank_name))]
         except (KeyboardInterrupt, SystemExit):  # torch skips finish then: nobody else would clean up
+            self._turns.end()
             self._withdraw(keys)
             raise
         return [
