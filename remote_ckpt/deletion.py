@@ -38,7 +38,7 @@ from remote_ckpt.generation import (
 )
 from remote_ckpt.keys import STOCK_METADATA_NAME, is_token, new_save_id, own_key
 from remote_ckpt.manifest import Manifest
-from remote_ckpt.newest import Newest, Standing, look, named_keys, read_newest, stock_keys
+from remote_ckpt.newest import Newest, Standing, is_as_named, look, named_keys, read_newest, stock_keys
 from remote_ckpt.options import Options
 from remote_ckpt.stock_metadata import publish_stock_metadata
 from remote_ckpt.store.base import DeleteFailure, Store
@@ -143,15 +143,27 @@ def is_closed(checkpoint: Store, standing: Standing) -> bool:
 def delete_superseded(
     checkpoint: Store, keys: Sequence[str], newest: Newest | None
 ) -> Sequence[DeleteFailure]:
-    """Delete ``keys`` except those that the newest generation needs; returns what could not be deleted."""
+    """Delete ``keys`` except those that the newest generation needs; returns what could not be deleted.
+
+    A stock file that others have written anew since that generation was committed stays, too.
+    """
     needed = named_keys(newest.manifest) if newest is not None and newest.is_live else frozenset()
     unneeded = [key for key in keys if key not in needed]
-    if not unneeded:
-        return ()
     try:
+        if newest is not None:
+            unneeded = [key for key in unneeded if _is_as_named(checkpoint, key, newest)]
+        if not unneeded:
+            return ()
         return checkpoint.delete(unneeded)
     except StoreError as error:
         return [DeleteFailure(key, error) for key in unneeded]
+
+
+def _is_as_named(checkpoint: Store, key: str, newest: Newest) -> bool:
+    try:
+        return own_key(key) or is_as_named(checkpoint.info(key), newest.manifest)
+    except ObjectNotFoundError:
+        return False
 
 
 # --- deciding ----------------------------------------------------------------------------------------

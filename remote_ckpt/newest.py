@@ -123,7 +123,9 @@ class Standing:
         if self.manifest is None:
             return ()
         wanted = named_keys(self.manifest) | set(self.manifest.superseded)
-        return tuple(sorted(info.key for info in self.infos if info.key in wanted))
+        return tuple(
+            sorted(info.key for info in self.infos if info.key in wanted and is_as_named(info, self.manifest))
+        )
 
 
 def read_newest(checkpoint: Store) -> Newest | None:
@@ -177,6 +179,14 @@ def named_keys(manifest: Manifest) -> frozenset[str]:
     """Return the keys of the objects that a live generation needs: data, index, stock metadata."""
     entries = [*manifest.objects, manifest.index, manifest.stock_metadata]
     return frozenset(entry.key for entry in entries if entry is not None)
+
+
+def is_as_named(info: ObjectInfo, manifest: Manifest) -> bool:
+    """Whether an object is still the one that a generation's list means.
+
+    Keys of ours never come back, but others may have used the name of a stock file again.
+    """
+    return is_attempt_key(info.key) or info.modified_at <= manifest.committed_at
 
 
 def stock_keys(infos: Iterable[ObjectInfo], kind: CheckpointKind | None) -> tuple[str, ...]:

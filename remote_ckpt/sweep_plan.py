@@ -27,7 +27,7 @@ from remote_ckpt.keys import (
     own_key,
     parse_manifest_key,
 )
-from remote_ckpt.newest import Standing, named_keys, stock_keys
+from remote_ckpt.newest import Standing, is_as_named, named_keys, stock_keys
 from remote_ckpt.store.base import Leftover, ObjectInfo
 from remote_ckpt.url import is_name
 
@@ -274,9 +274,7 @@ def _kind(facts: _Facts, info: ObjectInfo) -> GarbageKind | None:
     if info.key in facts.named or info.key == STOCK_METADATA_NAME or parse_manifest_key(info.key) is not None:
         return None
     if info.key in facts.superseded:
-        # Others may use the name of a stock file again; keys of ours never come back.
-        is_it = is_attempt_key(info.key) or info.modified_at <= manifest.committed_at
-        return REPLACED if is_it and facts.is_settled else None
+        return REPLACED if is_as_named(info, manifest) and facts.is_settled else None
     if info.key == copy_record_key(manifest.save_id):
         return COPY_RECORD
     return UNCOMMITTED if is_attempt_key(info.key) else None

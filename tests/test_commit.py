@@ -619,6 +619,25 @@ class TestGenerationZero:
         delete_checkpoint(scope(root))
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize("then", ["replace", "delete"])
+    def test_a_stock_file_that_others_write_anew_after_it_was_replaced_stays(
+        self, root: Store, then: str
+    ) -> None:
+        self.stock(root)
+        recorded = FaultStore(root)
+        save(recorded, b"new", overwrite=True)
+        last = recorded.calls[-1]
+        assert last.operation == "delete"
+        self.stock(root)
+        with pytest.raises(SimulatedCrash):
+            save(FaultStore.crashing(root, last.number), b"newer", overwrite=True)
+        scope(root).write("__0_0.distcp", b"of another trainer")
+        if then == "replace":
+            save(root, b"newest", overwrite=True)
+        else:
+            delete_checkpoint(scope(root), options=OPTIONS)
+        assert root.read("10/__0_0.distcp") == b"of another trainer"
+
     def test_a_save_that_replaced_it_meanwhile_keeps_its_stock_metadata(self, memory: Store) -> None:
         self.stock(memory)
         script = Script(before=once("delete", lambda: save(memory, b"one", overwrite=True)))

@@ -307,3 +307,24 @@ def test_a_local_folder_that_vanishes_after_the_listing_is_ignored(tmp_path: Pat
 
     deleted: list[bool] = []
     assert names(scripted(root, Script(after=delete_it))) == ["10"]
+
+
+def test_a_step_that_is_a_link_to_a_disk_that_is_not_mounted_is_an_error_and_no_absence(
+    tmp_path: Path,
+) -> None:
+    root = LocalStore(tmp_path / "run")
+    save(root, b"x", name="1")
+    (tmp_path / "run" / "2").symlink_to(tmp_path / "not mounted" / "2")
+    for look in (find_checkpoints, find_latest, lambda root: resolve(root, "2")):
+        with pytest.raises(StoreUnavailableError, match="not mounted"):
+            look(root)
+    assert load(root, "1") == b"x"
+
+
+def test_a_link_that_leads_nowhere_and_is_named_by_no_step_hides_nothing(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path / "run")
+    save(root, b"x", name="1")
+    (tmp_path / "run" / "newest").symlink_to("0")
+    assert names(root) == ["1"]
+    with pytest.raises(StoreUnavailableError, match="leads nowhere"):
+        resolve(root, "newest")

@@ -20,6 +20,7 @@ from remote_ckpt.errors import StoreUnavailableError
 from remote_ckpt.keys import is_token
 from remote_ckpt.log import logger
 from remote_ckpt.store.base import Leftover, ObjectInfo
+from remote_ckpt.url import parse_step
 
 TEMP_PREFIX: Final = ".tmp-"
 TRASH_PREFIX: Final = ".trash-"
@@ -150,17 +151,23 @@ def file_info(key: str, status: os.stat_result) -> ObjectInfo:
 def scan(handle: int, prefix: str) -> tuple[list[ObjectInfo], list[str]]:
     """Return the files and the names of the folders right in a folder, hidden ones left out.
 
-    Links are followed; one that leads nowhere, and what vanishes meanwhile, is no object.
+    Links are followed; one that leads nowhere, and what vanishes meanwhile, is no object. But where a link is
+    named like a step, the disk that holds it may not be mounted: it counts as a folder, so that whoever
+    opens it is told.
     """
     infos, names = [], []
     with os.scandir(handle) as entries:
         for entry in entries:
             status = None if is_hidden(entry.name) else _status_of(entry)
-            if status is not None and stat.S_ISDIR(status.st_mode):
+            if stat.S_ISDIR(status.st_mode) if status is not None else _is_lost_step(entry):
                 names.append(entry.name)
             elif status is not None and stat.S_ISREG(status.st_mode):
                 infos.append(file_info(prefix + entry.name, status))
     return infos, names
+
+
+def _is_lost_step(entry: os.DirEntry[str]) -> bool:
+    return parse_step(entry.name) is not None and entry.is_symlink()
 
 
 def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:

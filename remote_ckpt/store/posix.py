@@ -170,6 +170,7 @@ def publish_once(temp: str, name: str, *, at: int, place: Place) -> None:
 
     Raises:
         FileExistsError: The name exists.
+        StoreError: Something else than a file stands there, which no reader would take for one.
         UnsupportedStoreError: The file system has no hard links.
     """
     try:
@@ -181,8 +182,15 @@ def publish_once(temp: str, name: str, *, at: int, place: Place) -> None:
                 raise place.error(
                     UnsupportedStoreError, "an atomic create needs hard links, which are missing here"
                 ) from error
+            _check_is_file(name, at=at, place=place)
             raise
     sync_folder(at)
+
+
+def _check_is_file(name: str, *, at: int, place: Place) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(name, dir_fd=at).st_mode):
+            raise place.error(StoreError, "something that is no file stands where an object is needed")
 
 
 def link_if_possible(source: str, target: str, *, source_at: int, target_at: int) -> bool:
