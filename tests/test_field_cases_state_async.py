@@ -133,18 +133,22 @@ def cause(error: BaseException | None) -> BaseException:
 @pytest.mark.usefixtures("_one_rank")
 def test_br_108_what_is_changed_after_the_call_is_not_what_is_stored(gate: Gate, url: str) -> None:
     state: State = {"a": torch.ones(1000), "l": [1, 2], "d": {"deep": [{"x": 1}]}, "t": torch.ones(4)[::2]}
+    state["tuple"] = ([1, 2], torch.ones(3))
     future = save_in_background(state, f"{url}/1")
     gate.wait_until_reached()
     state["a"].add_(1)
     state["t"].add_(1)
+    state["tuple"][0].append(3)
+    state["tuple"][1].add_(1)
     state["l"].append(3)
     state["l"][0] = 9
     state["d"]["deep"][0]["x"] = 9
     gate.open()
     future.result(LONG_SECONDS)
     template = {"a": torch.zeros(1000), "l": [0, 0], "d": {"deep": [{"x": 0}]}, "t": torch.zeros(2)}
-    loaded = load(template, f"{url}/1")
+    loaded = load({**template, "tuple": ()}, f"{url}/1")
     assert torch.equal(loaded["a"], torch.ones(1000))
+    assert (loaded["tuple"][0], loaded["tuple"][1].tolist()) == ([1, 2], [1.0, 1.0, 1.0])
     assert torch.equal(loaded["t"], torch.ones(2))
     assert (loaded["l"], loaded["d"]) == ([1, 2], {"deep": [{"x": 1}]})
 
@@ -195,7 +199,7 @@ def save_from_another_process(url: str) -> tuple[bool, list[int], bool]:
 def test_br_108_br_79_a_save_from_another_process_stores_the_values_of_the_call(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    saved = ranks.run(save_from_another_process, str(tmp_path / "1"), timeout_seconds=120)
+    saved = ranks.run(save_from_another_process, str(tmp_path / "1"), timeout_seconds=300)
     assert saved == [(True, [1, 2], True)] * 2
 
 
