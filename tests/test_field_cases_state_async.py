@@ -199,7 +199,7 @@ def save_from_another_process(url: str) -> tuple[bool, list[int], bool]:
 def test_br_108_br_79_a_save_from_another_process_stores_the_values_of_the_call(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    saved = ranks.run(save_from_another_process, str(tmp_path / "1"), timeout_seconds=300)
+    saved = ranks.run(save_from_another_process, str(tmp_path / "1"), timeout_seconds=240)
     assert saved == [(True, [1, 2], True)] * 2
 
 
