@@ -132,10 +132,8 @@ def scan(root: Store, terms: Terms) -> Findings:
     Takes one request for a folder that holds nothing of ours, three for a checkpoint, one more for one with
     garbage, 33 more if that has no manifest. Errors as :func:`.sweep.sweep`.
     """
-    listing = root.list_children("")
+    listing = _list_root(root)
     names = sorted(filter(is_name, listing.prefixes), key=listing_order)
-    if not listing.prefixes:
-        _check_is_empty(root)
     plans = in_threads(lambda name: _scan_name(root, name, terms), names)
     skipped = [plan.name for plan in plans if plan.warning]
     found, warning = _list_leftovers(root)
@@ -180,15 +178,21 @@ def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
 # --- the root ----------------------------------------------------------------------------------------
 
 
-def _check_is_empty(root: Store) -> None:
-    owners = (parse_owner(info.key) for info in root.list(""))
-    if name := next((owner for owner in owners if owner is not None), None):
-        raise SweepRefusedError(
-            f"one listing of the directory shows nothing below it, another shows checkpoint {name}",
-            url=root.url,
-            step=name,
-            operation="sweep",
-        )
+def _list_root(root: Store) -> Listing:
+    """List the directory, and again where another listing shows more: the first save may just have begun."""
+    for _ in range(_MAX_LOOKS):
+        listing = root.list_children("")
+        if listing.prefixes:
+            return listing
+        owners = (parse_owner(info.key) for info in root.list(""))
+        if (name := next((owner for owner in owners if owner is not None), None)) is None:
+            return listing
+    raise SweepRefusedError(
+        f"one listing of the directory shows nothing below it, another shows checkpoint {name}",
+        url=root.url,
+        step=name,
+        operation="sweep",
+    )
 
 
 def _list_leftovers(root: Store) -> tuple[list[Leftover], str | None]:
