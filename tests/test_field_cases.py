@@ -168,7 +168,7 @@ def test_br_23_the_one_just_committed_survives_beside_older_higher_steps(
 
 @pytest.mark.parametrize("is_gone_first", [True, False])
 def test_br_24_a_deletion_that_another_made_first_is_no_error(
-    run: str, is_gone_first: bool, monkeypatch: pytest.MonkeyPatch
+    run: str, is_gone_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other takes the second victim away before our tombstone, or after it."""
     save_steps(run, 1, 2, 3, 4, 5)
@@ -188,10 +188,11 @@ def test_br_24_a_deletion_that_another_made_first_is_no_error(
     keep_last_n_checkpoints(run, 2)
     assert pending == []
     assert names_in(run) == ["4", "5"]
+    assert "cannot delete" not in caplog.text
 
 
 def test_br_24_keys_that_are_not_found_while_they_are_deleted_are_no_error(
-    run: str, monkeypatch: pytest.MonkeyPatch
+    run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(run, 1, 2, 3, 4, 5)
     seen = itertools.count(1)
@@ -208,6 +209,7 @@ def test_br_24_keys_that_are_not_found_while_they_are_deleted_are_no_error(
     keep_last_n_checkpoints(run, 2)
     assert next(seen) > 2
     assert names_in(run) == ["4", "5"]
+    assert "cannot delete" not in caplog.text
 
 
 def test_br_26_a_save_in_progress_and_what_is_no_checkpoint_are_not_touched(run: str) -> None:
