@@ -133,7 +133,7 @@ class Search(Generic[H]):
         self._trail: list[State] = []
 
     def run(self) -> Explored:
-        """Search; raises :class:`Broken` with a schedule that breaks a promise, the shortest if it is near."""
+        """Search; raises :class:`Broken` with a schedule that breaks a promise, a short one if there is."""
         first = State(
             self._system.first_contents,
             self._intern(self._promises.begin(self._system)),

@@ -5,7 +5,7 @@ It visits every state that any order of these calls leads to, and asks the promi
 (``interleaving_promises.py``). Actors may die at any request, before it or after it took effect: one in
 each schedule, in small settings two.
 
-Where a whole space is too large for the suite, the search stops at ``REMOTE_CKPT_STATES`` states (30000
+Where a whole space is too large for the suite, the search stops at ``REMOTE_CKPT_STATES`` states (20000
 unless set), and ``REMOTE_CKPT_WALKS`` random schedules (200 unless set) follow, the same in each run. What
 was seen is printed for each setting. A longer run takes about 600 bytes of memory for a state::
 
@@ -41,7 +41,7 @@ from remote_ckpt.store.base import Store
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.sweep import SweepReport, sweep
 
-MAX_STATES = int(os.environ.get("REMOTE_CKPT_STATES", "30000"))
+MAX_STATES = int(os.environ.get("REMOTE_CKPT_STATES", "20000"))
 WALKS = int(os.environ.get("REMOTE_CKPT_WALKS", "200"))
 NO_LIMIT = 10**9
 
