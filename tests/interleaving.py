@@ -93,7 +93,7 @@ class Outcome:
         if self.error is not None:
             return type(self.error), str(self.error)
         if isinstance(self.result, Manifest):
-            return self.result.save_id
+            return self.result.save_id, tuple(sorted(self.result.metrics.items()))
         if isinstance(self.result, SweepReport):
             return self.result.failures
         if isinstance(self.result, PruneReport):

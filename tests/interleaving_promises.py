@@ -27,6 +27,7 @@ from remote_ckpt.errors import (
     CommitUnknownError,
     SaveFailedError,
     StoreError,
+    SweepRefusedError,
 )
 from remote_ckpt.manifest import parse_manifest
 from remote_ckpt.newest import list_generations, named_keys, read_generation
@@ -161,6 +162,8 @@ class ProtocolPromises:
 
     def _check_outcome(self, actor: str, outcome: Outcome, history: History) -> None:
         role, error = actor.split()[0], outcome.error
+        if isinstance(error, SweepRefusedError) and "changing it all the time" in str(error):
+            return  # in each of its looks, as three actors and time can
         if error is not None and not isinstance(error, (*_REFUSALS[role], *_AFTER_LEAPS.get(role, ()))):
             raise Broken(f"{actor} ended with {error!r}") from error
         if role in SAVERS:
