@@ -6,6 +6,7 @@ The faults are those of the fault proxy (``docs/fault-proxy.md``), in front of a
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -72,16 +73,27 @@ COMMIT = "if-none-match"
 
 
 @pytest.fixture(scope="module")
+def tally() -> Iterator[Counter[str]]:
+    """What the tests of this module met, printed in the end."""
+    counts: Counter[str] = Counter()
+    yield counts
+    requests = counts.pop("requests")
+    print(f"\n{counts.total()} faults in {requests} requests:", dict(counts.most_common()))
+
+
+@pytest.fixture(scope="module")
 def running_proxy(ministack: LocalServer) -> Iterator[FaultProxy]:
     with FaultProxy(ministack.endpoint_url) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def proxy(running_proxy: FaultProxy) -> FaultProxy:
+def proxy(running_proxy: FaultProxy, tally: Counter[str]) -> Iterator[FaultProxy]:
     running_proxy.clear()
     running_proxy.forget()
-    return running_proxy
+    yield running_proxy
+    tally["requests"] += len(running_proxy.requests)
+    tally.update(fault for request in running_proxy.requests for fault in request.faults)
 
 
 @pytest.fixture(scope="module")
