@@ -6,6 +6,9 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 # How often each race is run; a few times, if it is not said.
 ROUNDS ?=
+# What is fuzzed, and how long.
+TARGET ?= manifest
+SECONDS ?= 600
 
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
@@ -17,7 +20,7 @@ minio := docker compose --project-name remote-ckpt-test
 minio_access := TEST_S3_ENDPOINT_URL=http://127.0.0.1:9000 \
 	TEST_S3_ACCESS_KEY=minioadmin TEST_S3_SECRET_KEY=minioadmin
 
-.PHONY: help venv demo test test-servers test-minio check docs bench clean
+.PHONY: help venv demo test test-servers test-minio check docs bench fuzz clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +62,10 @@ docs: $(installed)  ## run every code block of README and docs
 bench: $(installed)  ## measure memory and speed; slow
 	$(bin)/python benchmarks/memory.py
 
+fuzz: $(installed)  ## fuzz what parses stored bytes; TARGET=index SECONDS=60 says what and how long
+	$(pip) --requirement tests/fuzz/requirements.txt
+	$(bin)/python tests/fuzz/fuzz.py $(TARGET) --seconds $(SECONDS)
+
 clean:  ## remove the environment, caches and the demonstration's files
-	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .demo .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

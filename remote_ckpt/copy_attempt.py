@@ -142,7 +142,7 @@ def read_records(checkpoint: Store, standing: Standing) -> Iterator[tuple[Object
             continue
         try:
             record = json.loads(checkpoint.read(info.key))
-        except (ObjectNotFoundError, ValueError):
+        except (ObjectNotFoundError, ValueError, RecursionError):
             continue  # finished by somebody else, or not readable: the sweep takes it
         if isinstance(record, dict):
             yield info, record

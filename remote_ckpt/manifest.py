@@ -161,6 +161,8 @@ def parse_manifest(data: bytes, *, url: str, key: str) -> Manifest:
         _check_format(document, url=url, key=key)
         require(document.get("digest") == _digest(document), "its digest does not match")
         manifest = Manifest(**_decode(document))
+        if b"\\u" in data:  # only an escape can stand for half a character, which nobody could carry on
+            _json(document).encode()
         require(manifest_key(manifest.generation) == key.rpartition("/")[2], "it is of another generation")
     except FormatError:
         raise

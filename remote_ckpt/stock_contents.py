@@ -43,6 +43,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 """Every class and function that a DCP ``.metadata`` file refers to, beside dtypes."""
 _DTYPE = re.compile(r"bool|(?:b?float|complex|q?u?int|bits)[0-9][0-9a-z_]*")
 """Names of torch's dtypes; those of a later torch are of the same kind."""
+_IN_NO_NAME = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _MEMORY_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
 """By the value of DCP's ``_MEM_FORMAT_ENCODING``."""
 
@@ -166,7 +167,7 @@ class _Reader:
         places = _of_kind(fields.get("storage_data") or {}, dict)
         return StockMetadata(
             entries={_text(name): self._entry(entry) for name, entry in entries.items()},
-            places={_item(index): _place(info) for index, info in places.items()},
+            places={_item(index): self._place(info) for index, info in places.items()},
             planner_data=fields.get("planner_data"),
             storage_meta=_storage_meta(fields.get("storage_meta")),
             version=_optional_text(fields.get("version")),
@@ -180,6 +181,15 @@ class _Reader:
             properties=self._once("properties", fields.get("properties"), _properties),
             sizes=_size(fields.get("size")),
             chunks=self._once("chunks", fields.get("chunks"), _chunks),
+        )
+
+    def _place(self, record: Any) -> StockPlace:
+        fields = _fields(record, "_StorageInfo")
+        return StockPlace(
+            key=_file(fields.get("relative_path")),
+            offset_bytes=_count(fields.get("offset")),
+            length_bytes=_count(fields.get("length")),
+            transforms=self._once("transforms", fields.get("transform_descriptors"), _transforms),
         )
 
     def _once(self, what: str, source: Any, make: Callable[[Any], T]) -> T:
@@ -215,7 +225,9 @@ def _optional_text(value: Any) -> str | None:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise MalformedPickleError(f"{value!r:.40} where a number of bytes or elements belongs")
+        # Anything but a number is not shown: nested tuples may be far larger than the pickle.
+        shown = f"{value!r:.40}" if type(value) is int else f"a {type(value).__name__}"
+        raise MalformedPickleError(f"{shown} where a number of bytes or elements belongs")
     return value
 
 
@@ -275,15 +287,16 @@ def _item(record: Any) -> tuple[str, Point | None]:
     return _text(fields.get("fqn")), None if offset is None else _size(offset)
 
 
-def _place(record: Any) -> StockPlace:
-    fields = _fields(record, "_StorageInfo")
-    transforms = fields.get("transform_descriptors")
-    return StockPlace(
-        key=_text(fields.get("relative_path")),
-        offset_bytes=_count(fields.get("offset")),
-        length_bytes=_count(fields.get("length")),
-        transforms=None if transforms is None else [_text(one) for one in _sequence(transforms)],
-    )
+def _file(value: Any) -> str:
+    """Return a file's name; one that no store can have is damage, not a mistake of whoever calls."""
+    name = _text(value)
+    if _IN_NO_NAME.search(name):
+        raise MalformedPickleError(f"a file named {name!r:.80}")
+    return name
+
+
+def _transforms(value: Any) -> list[str] | None:
+    return None if value is None else [_text(one) for one in _sequence(value)]
 
 
 def _sequence(value: Any) -> list[Any] | tuple[Any, ...]:

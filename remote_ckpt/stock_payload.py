@@ -9,6 +9,7 @@ Source: ``torch/serialization.py`` (``_save``).
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 import zipfile
@@ -19,10 +20,11 @@ from remote_ckpt.archive import SUPPORTED_DTYPES, tensor_pickle
 from remote_ckpt.inert_pickle import MalformedPickleError, Named, Persistent, Record, parse_pickle
 
 _MAX_PICKLE_BYTES = 1 << 16
+_FOLDER = 0x10  # of the attributes that MS-DOS had; torch's reader goes by it
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_BROKEN = (
+ZIP_ERRORS = (
     zipfile.BadZipFile,
-    KeyError,
+    LookupError,
     ValueError,
     EOFError,
     OSError,
@@ -32,6 +34,28 @@ _BROKEN = (
     zlib.error,
 )
 """What ``zipfile`` raises for what it cannot read."""
+
+
+def is_zip(file: BinaryIO | str) -> bool:
+    """Whether a file is a zip, or a damaged one."""
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # of some that look like one it says so by this
+        return True
+
+
+def check_entries(zipped: zipfile.ZipFile) -> None:
+    """Refuse entries that ``torch.save`` does not write, and that are not what torch's reader makes of them.
+
+    Raises:
+        MalformedPickleError: One is packed, so that a few bytes could become gigabytes, or is marked as a
+            folder: torch reads nothing then, and takes what its memory held before for the content.
+    """
+    for info in zipped.infolist():
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise MalformedPickleError(f"{info.filename!r:.80} is packed, which torch.save does not do")
+        if info.file_size and (info.external_attr & _FOLDER or info.filename.endswith("/")):
+            raise MalformedPickleError(f"{info.filename!r:.80} is marked as a folder and has bytes")
 
 
 def find_payload(archive: BinaryIO, dtype: str, sizes: tuple[int, ...]) -> int | None:
@@ -50,12 +74,15 @@ def find_payload(archive: BinaryIO, dtype: str, sizes: tuple[int, ...]) -> int |
     try:
         with zipfile.ZipFile(archive) as zipped:
             return _find(archive, zipped, dtype, sizes)
-    except _BROKEN:
+    except ZIP_ERRORS:
         return None
 
 
 def _find(archive: BinaryIO, zipped: zipfile.ZipFile, dtype: str, sizes: tuple[int, ...]) -> int | None:
+    check_entries(zipped)
     names = zipped.namelist()
+    if len(set(names)) < len(names):
+        return None  # of two entries with one name torch may take the other one
     folder = names[0].partition("/")[0] if names else ""
     byte_order = f"{folder}/byteorder"  # early versions of torch did not write it
     if byte_order in names and _read_small(zipped, byte_order) != b"little":
@@ -78,9 +105,11 @@ def _read_small(zipped: zipfile.ZipFile, name: str) -> bytes:
 def _offset_of(archive: BinaryIO, entry: zipfile.ZipInfo) -> int | None:
     archive.seek(entry.header_offset)
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(archive.read(_LOCAL_HEADER.size))
-    if signature != b"PK\x03\x04" or entry.compress_type != zipfile.ZIP_STORED:
+    if signature != b"PK\x03\x04":
         return None
-    return entry.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
+    begin = entry.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
+    is_inside = begin + entry.file_size <= archive.seek(0, io.SEEK_END)
+    return begin if is_inside and entry.compress_size == entry.file_size else None
 
 
 def _is_same(first: Any, second: Any) -> bool:

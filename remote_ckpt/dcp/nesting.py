@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -49,7 +50,9 @@ def require_paths(paths: Mapping[Any, Any]) -> None:
 def _require_path(name: Any, path: Any) -> None:
     is_path = type(path) is tuple and 0 < len(path) <= _MAX_DEPTH
     if type(name) is not str or not is_path or not all(type(part) in (str, int) for part in path):
-        raise ValueError(f"no path of keys and positions: {path!r:.80} for {name!r:.80}")
+        # Shown in part: a pickle of a few bytes may nest tuples so that all of them would fill the memory.
+        shown = reprlib.repr(path), reprlib.repr(name)
+        raise ValueError(f"no path of keys and positions: {shown[0]} for {shown[1]}")
 
 
 def put_element(root: MutableMapping[str, Any], path: ObjectPath, value: Any) -> None:

@@ -14,11 +14,14 @@ import math
 import pickle
 import pickletools
 import re
+import reprlib
 import zipfile
 from collections.abc import Iterable
 from typing import Any, BinaryIO, Literal
 
 import torch
+
+from remote_ckpt.stock_payload import ZIP_ERRORS, check_entries, is_zip
 
 _PLAIN = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8|[SU][1-9][0-9]{0,8}")
 """Element types that are nothing but their bytes, as numpy writes them."""
@@ -38,7 +41,7 @@ class ElementType:
     def __init__(self, code: Any = "", is_aligned: Any = False, must_copy: Any = False) -> None:
         del is_aligned, must_copy  # they mean nothing for plain types
         if type(code) is not str or not _PLAIN.fullmatch(code):
-            raise RefusedValueError(f"dtype {code!r:.40}")
+            raise RefusedValueError(f"dtype {reprlib.repr(code)}")
         self._code = code
         self._order = "="
 
@@ -139,7 +142,7 @@ def with_stand_ins(archive: BinaryIO) -> io.BytesIO | None:
         zipfile.BadZipFile, ValueError: It is damaged.
     """
     archive.seek(0)
-    if not zipfile.is_zipfile(archive):
+    if not is_zip(archive):
         return None  # torch's format until 1.5: numpy values there need trust
     with zipfile.ZipFile(archive) as source:
         found = _program_to_check(source)
@@ -155,13 +158,14 @@ def has_values_to_check(path: str) -> bool:
     try:
         with zipfile.ZipFile(path) as source:
             return _program_to_check(source) is not None
-    except (zipfile.BadZipFile, EOFError, ValueError):
+    except ZIP_ERRORS:
         return True  # damaged: whoever reads it says so
 
 
 def _program_to_check(source: zipfile.ZipFile) -> tuple[str, bytes] | None:
+    check_entries(source)
     name = next((name for name in source.namelist() if name.endswith("/data.pkl")), None)
-    if name is None or source.getinfo(name).compress_type != zipfile.ZIP_STORED:
+    if name is None:
         return None
     program = source.read(name)
     has_numpy = b"numpy" in program or b"__builtin__\nbytes\n" in program

@@ -19,6 +19,7 @@ from remote_ckpt.dcp.numpy_values import RefusedValueError, restore_numpy, with_
 from remote_ckpt.dcp.stock_pickle import parse_stock_metadata
 from remote_ckpt.errors import CheckpointDamagedError, MissingDependencyError, UntrustedDataError
 from remote_ckpt.options import MiB
+from remote_ckpt.stock_payload import ZIP_ERRORS, is_zip
 
 _TRIED_BYTES = 16 * MiB
 """What is at most this large is loaded once more while it is saved, to see whether that needs trust."""
@@ -84,20 +85,21 @@ def _is_refusal(error: Exception, stream: BinaryIO) -> bool:
     program = _program(stream)
     if program is None:
         return False
-    return bool(_REFUSALS.search(str(error))) or program[1:2] > bytes([_SAFE_PROTOCOL])
+    return bool(_REFUSALS.search(_text_of(error))) or program[1:2] > bytes([_SAFE_PROTOCOL])
 
 
 def _program(stream: BinaryIO) -> bytes | None:
     """Return the archive's pickle; None if a checksum says that it is damaged."""
     stream.seek(0)
-    if not zipfile.is_zipfile(stream):
+    if not is_zip(stream):
         stream.seek(0)
         return stream.read(2)
     try:
         with zipfile.ZipFile(stream) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return archive.read(name)
-    except (zipfile.BadZipFile, StopIteration, EOFError, ValueError, NotImplementedError):
+            is_stored = archive.getinfo(name).compress_type == zipfile.ZIP_STORED
+            return archive.read(name) if is_stored else None
+    except (StopIteration, *ZIP_ERRORS):
         return None
 
 
@@ -126,7 +128,7 @@ def _foreign_globals(stream: io.BytesIO) -> tuple[str, ...]:
         archive = with_stand_ins(stream) or stream
         archive.seek(0)
         return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive)))
-    except (pickle.UnpicklingError, ValueError, RuntimeError, zipfile.BadZipFile):
+    except (pickle.UnpicklingError, *ZIP_ERRORS):
         return ("bytes that are no torch.save archive",)
 
 
@@ -137,13 +139,25 @@ def _named(error: Exception) -> str:
 
 def _reason(error: BaseException | None) -> str | None:
     """Return the class, or the kind of value, that torch's message names."""
-    found = _NAMED.search(str(error))
+    found = None if error is None else _NAMED.search(_text_of(error))
     return None if found is None else next(group for group in found.groups() if group)
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"
+    text = _text_of(error)
+    text = text.partition("WeightsUnpickler error: ")[2] or text
+    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}".removesuffix(": ")
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error's message. One that would show a value of the pickle has none: nested tuples of a few
+    bytes may overrun the stack when they are shown, or fill the memory."""
+    is_plain = all(isinstance(part, str | bytes) or _is_small(part) for part in error.args)
+    return str(error) if is_plain else ""
+
+
+def _is_small(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 64)
 
 
 __all__ = ["RefusedValueError", "load_pickle", "needs_trust", "parse_stock_metadata"]

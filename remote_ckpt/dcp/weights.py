@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from remote_ckpt.errors import (
 )
 from remote_ckpt.newest import PLAIN_NAME
 from remote_ckpt.options import Options
+from remote_ckpt.stock_payload import is_zip
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
 from remote_ckpt.transfer import Direct, fetch_all
@@ -179,7 +179,7 @@ def _match_section(wanted: Collection[str], saved: Collection[str], section: str
 def _read_local(path: str, trusted: bool) -> Any:
     if path.endswith(".safetensors"):
         return _load_safetensors(path, path)
-    if zipfile.is_zipfile(path) and not has_values_to_check(path):
+    if is_zip(path) and not has_values_to_check(path):
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=not trusted)
         except Exception:  # read again below, where refusals and damage are told apart
