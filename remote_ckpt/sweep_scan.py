@@ -303,7 +303,7 @@ def _claims_our_format(checkpoint: Store, generation: int) -> bool:
         # Anywhere: of a damaged one nobody knows where it says so. A cut one may not say it at all.
         data = checkpoint.read(manifest_key(generation))
         return FORMAT_NAME.encode() in data or not isinstance(json.loads(data), dict)
-    except (ObjectNotFoundError, ValueError):
+    except (ObjectNotFoundError, ValueError, RecursionError):
         return True
 
 
