@@ -18,8 +18,10 @@ from fuzz.targets import TARGETS
 from fuzz.traps import ExecutedError, Trap, nothing_is_run
 
 from remote_ckpt.dcp.weights import read_weights
-from remote_ckpt.errors import CheckpointDamagedError, FormatError, UntrustedDataError
+from remote_ckpt.errors import CheckpointDamagedError, FormatError, SweepRefusedError, UntrustedDataError
 from remote_ckpt.options import Options
+from remote_ckpt.store.memory import MemoryStore
+from remote_ckpt.sweep import sweep
 from remote_ckpt.url import parse_location
 
 CORPUS = Path(__file__).parent / "fuzz" / "corpus"
@@ -113,3 +115,10 @@ def test_what_runs_code_does_not_go_unnoticed() -> None:
     with pytest.raises(ExecutedError), nothing_is_run():
         os.system("exit")
     assert pickle.loads(pickle.dumps(Counter)) is Counter, "afterwards nobody is watched"
+
+
+def test_a_deeply_nested_manifest_stops_a_sweep_as_any_damaged_one_does() -> None:
+    root = MemoryStore.fresh()
+    root.write("1/manifest.000001.json", b"[" * 5000)
+    with pytest.raises(SweepRefusedError, match="manifest of checkpoint 1 cannot be read"):
+        sweep(root)
