@@ -40,6 +40,7 @@ LATENCY_MS: Final = 30
 LINK_MIB_PER_SECOND: Final = 80
 TIMEOUT_SECONDS: Final = 1800
 BUCKET: Final = "bench"
+WARM_MIB: Final = 512  # touched by the endpoint beforehand, beside what the state takes
 MAIN_WAYS: Final = (
     "ours",
     "ours, unsigned_payload",
@@ -107,6 +108,7 @@ class Server:
 def serving(scenario: Scenario, folder: str) -> Iterator[Server]:
     """Start the endpoint, with an empty bucket, and end it."""
     command = [sys.executable, "-m", "benchmarks.endpoint", *(scenario.server or ())]
+    command += ["--warm-mib", str(scenario.mib + WARM_MIB)]
     if scenario.is_tls:
         command += ["--tls", folder]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -194,14 +196,14 @@ def run_scenario(
     rounds: int,
     ranks: int,
     tensors: int,
-    within: Path | None = None,
+    folder: Path | None,
 ) -> Measured:
     """Measure every way in every round; one that fails is left out from then on, with its reason."""
     measured = Measured(scenario.name, scenario.title, scenario.mib, ranks, tensors, scenario.baseline)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=within) as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as inside:
         is_remote = scenario.server is not None
-        with serving(scenario, folder) if is_remote else contextlib.nullcontext() as server:
-            root = f"s3://{BUCKET}/run" if is_remote else folder
+        with serving(scenario, inside) if is_remote else contextlib.nullcontext() as server:
+            root = f"s3://{BUCKET}/run" if is_remote else inside
             for number in range(rounds):
                 turn = number % len(ways)
                 for way in (*ways[turn:], *ways[:turn]):
@@ -261,9 +263,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--folder", type=Path, help="a disk to measure; the default is that of temporary files"
-    )
+    parser.add_argument("--folder", type=Path, help="on the disk to measure, not that of temporary files")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--chart", type=Path, help="draw it there, with matplotlib")
     return parser.parse_args()
@@ -284,7 +284,7 @@ def main() -> None:
                 rounds=arguments.rounds,
                 ranks=ranks,
                 tensors=arguments.tensors,
-                within=arguments.folder,
+                folder=arguments.folder,
             )
             tables.append(measured)
             print(format_table(measured), flush=True)

@@ -29,12 +29,11 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from benchmarks.endpoint_objects import Body, Bucket, Stored
+from benchmarks.endpoint_objects import SLABS, Body, Bucket, Span, Stored
 
 MIB: Final = 1 << 20
 HEAD_BYTES: Final = 64 * 1024
 PACED_BYTES: Final = 256 * 1024
-SOCKET_BYTES: Final = 4 * MIB
 XML_HEAD: Final = '<?xml version="1.0" encoding="UTF-8"?>\n'
 REASONS: Final = {200: "OK", 204: "No Content", 206: "Partial Content", 404: "Not Found", 409: "Conflict"}
 _requests = itertools.count(1)
@@ -120,9 +119,13 @@ class Wire:
         del self._buffer[: place + len(end)]
         return found
 
-    def read_into(self, view: memoryview) -> None:
-        """Fill a buffer."""
+    def read_into(self, body: Body, start: int, length: int) -> None:
+        """Receive a range of a body."""
         pace = Pace(self._link)
+        for span in body.spans(start, length):
+            self._fill(span.view, pace)
+
+    def _fill(self, view: memoryview, pace: Pace) -> None:
         held = min(len(view), len(self._buffer))
         view[:held] = self._buffer[:held]
         del self._buffer[:held]
@@ -143,18 +146,17 @@ class Wire:
     def send_object(self, stored: Stored, start: int, length: int) -> None:
         """Send a range of an object."""
         pace = Pace(self._link)
-        for body, offset, count in stored.parts(start, length):
-            end = offset + count
-            while offset < end:
-                step = pace.step(end - offset)
-                sent = self._send_piece(body, offset, step)
-                offset += sent
+        for span in stored.spans(start, length):
+            done = 0
+            while done < len(span.view):
+                sent = self._send_piece(span, done, pace.step(len(span.view) - done))
+                done += sent
                 pace.moved(sent)
 
-    def _send_piece(self, body: Body, offset: int, count: int) -> int:
-        if self._is_plain and body.slab is not None:
-            return os.sendfile(self._connection.fileno(), body.slab.file, offset, count)
-        self._connection.sendall(body.view[offset : offset + count])
+    def _send_piece(self, span: Span, start: int, count: int) -> int:
+        if self._is_plain and span.slab is not None:
+            return os.sendfile(self._connection.fileno(), span.slab.file, span.offset_bytes + start, count)
+        self._connection.sendall(span.view[start : start + count])
         return count
 
 
@@ -175,35 +177,26 @@ def receive(wire: Wire) -> Request | None:
 
 
 def _receive_body(wire: Wire, headers: Mapping[str, str]) -> Body:
-    is_chunked = "chunked" in headers.get("transfer-encoding", "")
-    is_aws_chunked = "aws-chunked" in headers.get("content-encoding", "") or headers.get(
-        "x-amz-content-sha256", ""
-    ).startswith("STREAMING-")
-    if is_chunked and is_aws_chunked:
+    if "transfer-encoding" in headers:
         raise Refused(501, "NotImplemented")
-    if is_chunked or is_aws_chunked:
+    if headers.get("x-amz-content-sha256", "").startswith("STREAMING-"):
         return _receive_chunks(wire, int(headers.get("x-amz-decoded-content-length", -1)))
     body = Body(int(headers.get("content-length", 0)))
-    wire.read_into(body.view)
+    wire.read_into(body, 0, body.size_bytes)
     return body
 
 
 def _receive_chunks(wire: Wire, size_bytes: int) -> Body:
-    """Receive HTTP's chunks, or AWS's in a body of known length: alike, and neither trailer is looked at."""
-    body = Body(size_bytes) if size_bytes >= 0 else None
-    pieces: list[bytearray] = []
-    held = 0
+    """Receive a body in AWS's chunks; neither their signatures nor the trailer are looked at."""
+    if size_bytes < 0:
+        raise Refused(411, "MissingContentLength")
+    body, held = Body(size_bytes), 0
     while length := int((wire.read_until(b"\r\n") or b"0").split(b";")[0], 16):
-        if body is None:
-            pieces.append(bytearray(length))
-        wire.read_into(memoryview(pieces[-1]) if body is None else body.view[held : held + length])
+        wire.read_into(body, held, length)
         held += length
         wire.read_until(b"\r\n")
     while wire.read_until(b"\r\n"):
         pass
-    if body is None:
-        body = Body(held)
-        body.view[:] = b"".join(pieces)
     return body
 
 
@@ -395,7 +388,8 @@ def _found(bucket: Bucket, key: str) -> Stored:
 
 
 def _texts(request: Request, name: str) -> list[str]:
-    root = ElementTree.fromstring(bytes(request.body.view))
+    text = b"".join(span.view for span in request.body.spans(0, request.body.size_bytes))
+    root = ElementTree.fromstring(text)
     return [element.text or "" for element in root.iter() if element.tag.rpartition("}")[2] == name]
 
 
@@ -452,7 +446,8 @@ def _respond(wire: Wire, request: Request, endpoint: Endpoint) -> None:
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Make a certificate for 127.0.0.1 and its key with ``openssl``, valid for a day."""
     certificate, key = folder / "endpoint.pem", folder / "endpoint.key"
-    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subject += ["-addext", "basicConstraints=critical,CA:FALSE"]
     what = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     files = ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(["openssl", *what, *files, "-days", "1", *subject], check=True, capture_output=True)
@@ -465,6 +460,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="to the first byte of each answer")
     parser.add_argument("--mib-per-second", type=float, default=0.0, help="of each connection; 0: no limit")
+    parser.add_argument("--warm-mib", type=int, default=0, help="memory to touch before it serves")
     parser.add_argument("--tls", type=Path, metavar="FOLDER", help="where the certificate is to be made")
     arguments = parser.parse_args()
     link = Link(arguments.latency_ms / 1000, arguments.mib_per_second * MIB)
@@ -472,6 +468,7 @@ def main() -> None:
     if arguments.tls:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(*make_certificate(arguments.tls))
+    SLABS.warm(arguments.warm_mib * MIB)
     listener = socket.create_server(("127.0.0.1", arguments.port), backlog=256)
     if link.bytes_per_second:  # accepted connections inherit it: little is taken before it is paced
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PACED_BYTES)

@@ -6,17 +6,19 @@ the same state again and again would measure that.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 SMALL_BYTES = 1 << 20
 """Bodies below this are plain bytes."""
+SLAB_BYTES = 4 << 20
+"""Larger ones take slabs of this size, whatever the size of a client's parts."""
 REST_SECONDS = 2.0
 """A freed slab is used again after this: the kernel may still be sending its pages to a slow reader."""
 
@@ -26,11 +28,10 @@ _etags = itertools.count(1)
 class Slab:
     """Memory that is a file, so that the kernel can send it by itself."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self) -> None:
         self.file = os.memfd_create("slab")
-        os.ftruncate(self.file, capacity_bytes)
-        self.view = memoryview(mmap.mmap(self.file, capacity_bytes))
-        self.capacity_bytes = capacity_bytes
+        os.ftruncate(self.file, SLAB_BYTES)
+        self.view = memoryview(mmap.mmap(self.file, SLAB_BYTES))
         self.freed_at = 0.0
 
 
@@ -38,42 +39,68 @@ class Slabs:
     """Hands out slabs, used ones first."""
 
     def __init__(self) -> None:
-        self._free: list[Slab] = []  # sorted by capacity
+        self._free: deque[Slab] = deque()
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> Slab:
-        """Return a slab of at least ``size_bytes``, and of not more than twice that."""
+    def warm(self, size_bytes: int) -> None:
+        """Make slabs and touch all of their pages, before somebody measures."""
+        for _ in range(0, size_bytes, SLAB_BYTES):
+            slab = Slab()
+            slab.view[:] = bytes(SLAB_BYTES)
+            self._free.append(slab)
+
+    def take(self) -> Slab:
+        """Return the slab that has been free for the longest time, or a new one."""
         latest = time.monotonic() - REST_SECONDS
         with self._lock:
-            start = bisect.bisect_left(self._free, size_bytes, key=lambda slab: slab.capacity_bytes)
-            for place in range(start, len(self._free)):
-                if self._free[place].capacity_bytes > 2 * size_bytes:
-                    break
-                if self._free[place].freed_at <= latest:
-                    return self._free.pop(place)
-        return Slab(size_bytes)
+            if self._free and self._free[0].freed_at <= latest:
+                return self._free.popleft()
+        return Slab()
 
-    def give(self, slab: Slab) -> None:
-        """Take a slab back."""
-        slab.freed_at = time.monotonic()
+    def give(self, slabs: Iterable[Slab]) -> None:
+        """Take slabs back."""
+        now = time.monotonic()
         with self._lock:
-            bisect.insort(self._free, slab, key=lambda each: each.capacity_bytes)
+            for slab in slabs:
+                slab.freed_at = now
+                self._free.append(slab)
 
 
 SLABS = Slabs()
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring bytes of a body; those of a slab can be sent from its file."""
+
+    view: memoryview
+    slab: Slab | None
+    offset_bytes: int
+
+
 class Body:
-    """Received bytes, in a slab unless they are few; the slab is free again when nobody holds the body."""
+    """Received bytes, in slabs unless they are few; the slabs are free again when nobody holds the body."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.slab = SLABS.take(size_bytes) if size_bytes >= SMALL_BYTES else None
-        self.view = self.slab.view[:size_bytes] if self.slab else memoryview(bytearray(size_bytes))
+        count = 0 if size_bytes < SMALL_BYTES else -(-size_bytes // SLAB_BYTES)
+        self._slabs = [SLABS.take() for _ in range(count)]
+        self._bytes = memoryview(bytearray(0 if count else size_bytes))
 
     def __del__(self) -> None:
-        if self.slab is not None:
-            SLABS.give(self.slab)
+        SLABS.give(self._slabs)
+
+    def spans(self, start: int, length: int) -> Iterator[Span]:
+        """Yield the pieces of a range in order."""
+        if not self._slabs:
+            yield Span(self._bytes[start : start + length], None, start)
+            return
+        end = start + length
+        while start < end:
+            slab, offset = self._slabs[start // SLAB_BYTES], start % SLAB_BYTES
+            count = min(end - start, SLAB_BYTES - offset)
+            yield Span(slab.view[offset : offset + count], slab, offset)
+            start += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +115,12 @@ class Stored:
     def size_bytes(self) -> int:
         return sum(piece.size_bytes for piece in self.pieces)
 
-    def parts(self, start: int, length: int) -> Iterator[tuple[Body, int, int]]:
-        """Yield piece, offset and length that make up a range."""
+    def spans(self, start: int, length: int) -> Iterator[Span]:
+        """Yield the pieces of a range in order."""
         for piece in self.pieces:
             taken = min(length, piece.size_bytes - start)
             if taken > 0:
-                yield piece, start, taken
+                yield from piece.spans(start, taken)
                 length -= taken
             start = max(0, start - piece.size_bytes)
 
