@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 # How often each race is run; a few times, if it is not said.
 ROUNDS ?=
+BENCH_ARGS ?=
 # What is fuzzed, and how long.
 TARGET ?= manifest
 SECONDS ?= 600
@@ -20,7 +21,7 @@ minio := docker compose --project-name remote-ckpt-test
 minio_access := TEST_S3_ENDPOINT_URL=http://127.0.0.1:9000 \
 	TEST_S3_ACCESS_KEY=minioadmin TEST_S3_SECRET_KEY=minioadmin
 
-.PHONY: help venv demo test test-servers test-minio check docs bench fuzz clean
+.PHONY: help venv demo test test-servers test-minio check docs bench bench-full bench-memory fuzz clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,7 +60,19 @@ check: $(installed)  ## lint, formatting, types
 docs: $(installed)  ## run every code block of README and docs
 	$(bin)/python -m pytest tests/test_docs.py
 
-bench: $(installed)  ## measure memory and speed; slow
+bench: $(installed)  ## compare our speed with others' on loopback; minutes. BENCH_ARGS is passed on
+	$(pip) --requirement benchmarks/requirements.txt
+	$(bin)/python -m benchmarks.bench $(BENCH_ARGS)
+
+bench-full: $(installed)  ## the same over TLS, on a local disk, with two ranks and with 4 GiB; an hour
+	$(pip) --requirement benchmarks/requirements.txt
+	$(bin)/python -m benchmarks.bench --scenario plain tls shaped local --ranks 1 2 \
+		--json benchmarks/results/full.json --chart benchmarks/results/full.png $(BENCH_ARGS)
+	$(bin)/python -m benchmarks.bench --scenario plain local --mib 4096 --rounds 3 \
+		--json benchmarks/results/large.json $(BENCH_ARGS)
+	$(bin)/python benchmarks/memory.py
+
+bench-memory: $(installed)  ## measure what a save and a load hold in memory
 	$(bin)/python benchmarks/memory.py
 
 fuzz: $(installed)  ## fuzz what parses stored bytes; TARGET=index SECONDS=60 says what and how long
