@@ -12,6 +12,7 @@ What obstore does that this adapter guards against, each found by trying (obstor
 - it takes most errors that come with 200 for a copy that was made: the copy is looked at
 - it takes any XML or HTML for a listing, and fails all of it for one key such as ``a//b``: S3 is listed
   by :mod:`remote_ckpt.store.s3_listing`
+- it allocates and copies each range: S3's are received in place by :mod:`remote_ckpt.store.direct_reads`
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 import obstore
 
@@ -36,7 +37,7 @@ from remote_ckpt.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from remote_ckpt.options import RetryOptions, TransferOptions
+from remote_ckpt.options import KiB, MiB, RetryOptions, TransferOptions
 from remote_ckpt.store.base import (
     Buffer,
     ChunkSource,
@@ -52,6 +53,7 @@ from remote_ckpt.store.base import (
 )
 from remote_ckpt.store.chunks import CheckedChunks, plan_part_bytes
 from remote_ckpt.store.credentials import current_keys
+from remote_ckpt.store.direct_memory import allocate
 from remote_ckpt.store.http_clock import read_date
 from remote_ckpt.store.obstore_clients import Clients, check_process, open_clients, plan_settings
 from remote_ckpt.store.obstore_errors import DRIVER_ERRORS, redacted, status_of, translate
@@ -60,6 +62,10 @@ from remote_ckpt.store.obstore_options import DriverSettings
 from remote_ckpt.store.s3_uploads import MAX_COPY_BYTES, S3Uploads, leftovers_of, s3_uploads
 from remote_ckpt.store.wrappers import FolderlessStore
 from remote_ckpt.url import Location, redact_url
+
+_LARGE_BYTES: Final = 1 * MiB
+"""Ranges of at least this are received piece by piece, where obstore would hold them whole, twice."""
+_PIECE_BYTES: Final = 256 * KiB
 
 
 def open_obstore_store(
@@ -134,24 +140,49 @@ class ObstoreStore(FolderlessStore):
 
     def read_range(self, key: str, offset_bytes: int, length_bytes: int) -> Buffer:
         """See :meth:`Store.read_range`."""
-        if offset_bytes < 0 or length_bytes < 1:
-            raise ConfigError(
-                f"no range: offset {offset_bytes}, length {length_bytes}", url=self.url, key=key
-            )
+        self._check_range(key, offset_bytes, length_bytes)
         with self._request("read_range", key) as (clients, path):
+            if clients.direct is not None and clients.direct.takes(length_bytes):
+                received = memoryview(allocate(length_bytes))
+                if clients.direct.read_into(path, offset_bytes, received, key=key):
+                    return received.toreadonly()
             found = memoryview(
                 obstore.get_range(clients.reads, path, start=offset_bytes, length=length_bytes)
             )
-        if len(found) != length_bytes:
-            message = (
-                f"the object ends {length_bytes - len(found)} bytes before byte {offset_bytes + length_bytes}"
-            )
-            raise IntegrityError(message, url=self.url, key=key, operation="read_range")
+        self._check_length(key, len(found), offset_bytes, length_bytes)
         return found
 
     def read_range_into(self, key: str, offset_bytes: int, out: memoryview) -> None:
-        """See :meth:`Store.read_range_into`; the bytes are copied once."""
+        """See :meth:`Store.read_range_into`; after an error ``out`` may hold a part of the range.
+
+        Over https, and elsewhere than on S3, the bytes are copied once, a little at a time.
+        """
+        self._check_range(key, offset_bytes, len(out))
+        if out.readonly:
+            raise ConfigError("the memory to read into is read-only", url=self.url, key=key)
+        with self._request("read_range", key) as (clients, path):
+            if clients.direct is not None and clients.direct.read_into(path, offset_bytes, out, key=key):
+                return
+            if len(out) >= _LARGE_BYTES:
+                asked: Any = {"range": (offset_bytes, offset_bytes + len(out))}
+                answer = obstore.get(clients.reads, path, options=asked)
+                filled = _fill(out, answer.stream(min_chunk_size=_PIECE_BYTES))
+                self._check_length(key, filled, offset_bytes, len(out))
+                return
         out[:] = self.read_range(key, offset_bytes, len(out))
+
+    def _check_length(self, key: str, found_bytes: int, offset_bytes: int, length_bytes: int) -> None:
+        if found_bytes != length_bytes:
+            end = offset_bytes + length_bytes
+            message = f"the object ends {length_bytes - found_bytes} bytes before byte {end}"
+            if found_bytes > length_bytes:
+                message = f"the store sent more than the {length_bytes} bytes that were asked for"
+            raise IntegrityError(message, url=self.url, key=key, operation="read_range")
+
+    def _check_range(self, key: str, offset_bytes: int, length_bytes: int) -> None:
+        if offset_bytes < 0 or length_bytes < 1:
+            message = f"no range: offset {offset_bytes}, length {length_bytes}"
+            raise ConfigError(message, url=self.url, key=key)
 
     def write(self, key: str, data: Buffer) -> None:
         """See :meth:`Store.write`."""
@@ -299,6 +330,8 @@ class ObstoreStore(FolderlessStore):
 
     def close(self) -> None:
         """Drop the clients; further calls raise ConfigError."""
+        if self._clients is not None:
+            self._clients.close()
         self._clients = None
 
     def _open_uploads(self, retry: RetryOptions | None = None) -> S3Uploads:
@@ -358,6 +391,19 @@ class ObstoreStore(FolderlessStore):
             return self.info(marker).modified_at
         finally:
             self._delete_one(marker)
+
+
+def _fill(out: memoryview, pieces: Iterable[Any]) -> int:
+    """Put pieces into ``out``; returns how many bytes came, which are more than ``out`` holds at times."""
+    filled = 0
+    for piece in pieces:
+        data = memoryview(piece)
+        end = filled + len(data)
+        if end > len(out):
+            return end
+        out[filled:end] = data
+        filled = end
+    return filled
 
 
 def _not_empty(data: Buffer) -> Buffer:

@@ -16,6 +16,7 @@ from remote_ckpt.errors import ConfigError, ForkedProcessError, MissingDependenc
 from remote_ckpt.options import RetryOptions, TransferOptions
 from remote_ckpt.store.chunks import SLOWEST_BYTES_PER_SECOND
 from remote_ckpt.store.credentials import HOW_TO_SIGN
+from remote_ckpt.store.direct_reads import DirectReads, open_direct_reads
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.obstore_errors import redacted
 from remote_ckpt.store.obstore_listing import Lister, ObstoreLister
@@ -45,6 +46,7 @@ class Clients:
             whole object would be sent anew.
         lister: Lists the bucket.
         http: Sends what was signed here.
+        direct: Receives ranges in place; None where only ``reads`` can get them.
     """
 
     once: Any
@@ -54,6 +56,12 @@ class Clients:
     parts: Any
     lister: Lister
     http: HttpClient
+    direct: DirectReads | None = None
+
+    def close(self) -> None:
+        """Close the connections that are not obstore's."""
+        if self.direct is not None:
+            self.direct.close()
 
 
 def check_process(url: str) -> None:
@@ -140,7 +148,13 @@ def open_clients(
         if location.scheme in ("gs", "az"):  # mostly, what says who signs is missing or malformed
             message += f": {HOW_TO_SIGN[location.scheme]}"
         raise ConfigError(message, url=location.url) from redacted(error)
-    return Clients(once, bodies, reads, single, parts, _open_lister(location, settings, http, once), http)
+    lister = _open_lister(location, settings, http, once)
+    direct = None
+    if location.scheme == "s3":
+        direct = open_direct_reads(
+            location.bucket, settings, retry=retry, limit_count=transfer.concurrency, url=location.url
+        )
+    return Clients(once, bodies, reads, single, parts, lister, http, direct)
 
 
 def _open_lister(location: Location, settings: DriverSettings, http: HttpClient, once: Any) -> Lister:
