@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import random
 import ssl
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class TestBodies:
 
     def test_a_range_across_slabs_and_parts_has_their_bytes(self, endpoint: LocalServer, bucket: str) -> None:
         client, target = endpoint.client(), {"Bucket": bucket, "Key": "parts"}
-        parts = [bytes([number]) * (9 * MiB) for number in (1, 2)]  # of two slabs and a piece each
+        parts = [random.Random(number).randbytes(9 * MiB) for number in (1, 2)]  # two slabs and a piece each
         upload = {**target, "UploadId": client.create_multipart_upload(**target)["UploadId"]}
         sent = [
             {"PartNumber": number, "ETag": client.upload_part(**upload, PartNumber=number, Body=part)["ETag"]}
