@@ -5,8 +5,8 @@ It visits every state that any order of these calls leads to, and asks the promi
 (``interleaving_promises.py``). Actors may die at any request, before it or after it took effect: one in
 each schedule, in small settings two.
 
-Where a whole space is too large for the suite, the search stops at ``REMOTE_CKPT_STATES`` states (20000
-unless set), and ``REMOTE_CKPT_WALKS`` random schedules (200 unless set) follow, the same in each run. What
+Where a whole space is too large for the suite, the search stops at ``REMOTE_CKPT_STATES`` states (8000
+unless set), and ``REMOTE_CKPT_WALKS`` random schedules (100 unless set) follow, the same in each run. What
 was seen is printed for each setting. A longer run takes about 600 bytes of memory for a state::
 
     REMOTE_CKPT_STATES=2000000 REMOTE_CKPT_WALKS=20000 python -m pytest tests/test_commit_interleavings.py
@@ -41,8 +41,8 @@ from remote_ckpt.store.base import Store
 from remote_ckpt.store.memory import MemoryStore
 from remote_ckpt.sweep import SweepReport, sweep
 
-MAX_STATES = int(os.environ.get("REMOTE_CKPT_STATES", "20000"))
-WALKS = int(os.environ.get("REMOTE_CKPT_WALKS", "200"))
+MAX_STATES = int(os.environ.get("REMOTE_CKPT_STATES", "8000"))
+WALKS = int(os.environ.get("REMOTE_CKPT_WALKS", "100"))
 NO_LIMIT = 10**9
 
 # Two of them are more than a sweep's grace period, one is more than a save may take.
