@@ -88,12 +88,21 @@ class HttpClient:
 
     def _send(self, request: urllib.request.Request) -> Answer:
         ends = time.monotonic() + self._timeout_seconds
-        with self._opener.open(request, timeout=self._timeout_seconds) as answer:
+        opener = self._tls_opener if request.type == "https" else self._opener
+        with opener.open(request, timeout=self._timeout_seconds) as answer:
             return Answer(answer.status, answer.headers, _read_until(answer, ends))
 
     @functools.cached_property
     def _opener(self) -> urllib.request.OpenerDirector:
-        handlers = [_EveryAnswer(), urllib.request.HTTPSHandler(context=self._tls())]
+        return self._make_opener()
+
+    @functools.cached_property
+    def _tls_opener(self) -> urllib.request.OpenerDirector:
+        # Not for http: to read the system's roots takes 0.1 s, more than all else before a load.
+        return self._make_opener(urllib.request.HTTPSHandler(context=self._tls()))
+
+    def _make_opener(self, *more: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
+        handlers = [_EveryAnswer(), *more]
         if proxy := self._options.get("proxy_url"):
             handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
         return urllib.request.build_opener(*handlers)

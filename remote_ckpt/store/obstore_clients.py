@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any, Final
 
 from obstore.exceptions import BaseError
@@ -32,31 +32,62 @@ _runtime_pid: int | None = None
 """The process in which obstore's threads were first used; they do not exist in its children."""
 
 
-@dataclass(frozen=True, slots=True)
 class Clients:
     """What asks one bucket. Each request is sent once: who retries is RetryStore, in :mod:`.retry`.
 
+    Made by :func:`open_clients`. Each of obstore's clients is made when it is first used: that takes 10 ms.
+
     Args:
-        once: For small requests.
-        bodies: Gives bodies more time.
-        reads: As ``bodies``, for answers with a body: one that stalls is given up long before that time, so
-            that another try comes before the deadline of all tries.
-        single: As ``once``, but deletes each key by itself: not all that speak S3 know batches.
-        parts: As ``bodies``, but repeats a part of a multipart upload a few times, since above it the
-            whole object would be sent anew.
-        lister: Lists the bucket.
+        make: Makes a client of obstore, given its time-out in seconds.
+        once_seconds: Time for a small request, and the longest pause in an answer.
+        bodies_seconds: Time for one with a body.
+        can_batch: There are deletes of many keys, and so a client for single ones.
+        open_lister: Makes what lists the bucket, given :attr:`once`.
         http: Sends what was signed here.
-        direct: Receives ranges in place; None where only ``reads`` can get them.
+        direct: Receives ranges in place; None where only :attr:`reads` can get them.
     """
 
-    once: Any
-    bodies: Any
-    reads: Any
-    single: Any
-    parts: Any
-    lister: Lister
-    http: HttpClient
-    direct: DirectReads | None = None
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        *,
+        once_seconds: float,
+        bodies_seconds: float,
+        can_batch: bool,
+        open_lister: Callable[[Callable[[], Any]], Lister],
+        http: HttpClient,
+        direct: DirectReads | None,
+    ) -> None:
+        self._make, self._can_batch = make, can_batch
+        self._once_seconds, self._bodies_seconds = once_seconds, bodies_seconds
+        self.http, self.direct = http, direct
+        self.reads = make(bodies_seconds, pause_seconds=once_seconds)
+        """As :attr:`bodies`, for answers with a body: one that stalls is given up long before that time, so
+        that another try comes before the deadline of all tries. Made first: it shows wrong settings."""
+        self.lister = open_lister(lambda: self.once)
+
+    @cached_property
+    def once(self) -> Any:
+        """For small requests."""
+        return self._make(self._once_seconds)
+
+    @cached_property
+    def bodies(self) -> Any:
+        """Gives bodies more time."""
+        return self._make(self._bodies_seconds)
+
+    @cached_property
+    def single(self) -> Any:
+        """As :attr:`once`, but deletes each key by itself: not all that speak S3 know batches."""
+        return self._make(self._once_seconds, disable_bulk_delete=True) if self._can_batch else self.once
+
+    @cached_property
+    def parts(self) -> Any:
+        """As :attr:`bodies`, but repeats a part of a multipart upload a few times.
+
+        Above it the whole object would be sent anew.
+        """
+        return self._make(self._bodies_seconds, _PART_RETRIES)
 
     def close(self) -> None:
         """Close the connections that are not obstore's."""
@@ -130,37 +161,42 @@ def open_clients(
             **({} if pause_seconds is None else {"read_timeout": timedelta(seconds=pause_seconds)}),
             **settings.client_options,
         }
-        return make(
-            location.bucket,
-            config={**settings.config, **config},
-            client_options=options,
-            retry_config=_retry_config(retry, max_retries),
-            credential_provider=settings.provider,
-        )
+        try:
+            return make(
+                location.bucket,
+                config={**settings.config, **config},
+                client_options=options,
+                retry_config=_retry_config(retry, max_retries),
+                credential_provider=settings.provider,
+            )
+        except (BaseError, ValueError, TypeError) as error:
+            message = "obstore refused the settings of the store"
+            if location.scheme in ("gs", "az"):  # mostly, what says who signs is missing or malformed
+                message += f": {HOW_TO_SIGN[location.scheme]}"
+            raise ConfigError(message, url=location.url) from redacted(error)
 
-    try:
-        once, bodies = client(once_seconds), client(bodies_seconds)
-        reads = client(bodies_seconds, pause_seconds=once_seconds)
-        single = client(once_seconds, disable_bulk_delete=True) if location.scheme == "s3" else once
-        parts = client(bodies_seconds, _PART_RETRIES)
-    except (BaseError, ValueError, TypeError) as error:
-        message = "obstore refused the settings of the store"
-        if location.scheme in ("gs", "az"):  # mostly, what says who signs is missing or malformed
-            message += f": {HOW_TO_SIGN[location.scheme]}"
-        raise ConfigError(message, url=location.url) from redacted(error)
-    lister = _open_lister(location, settings, http, once)
     direct = None
     if location.scheme == "s3":
         direct = open_direct_reads(
             location.bucket, settings, retry=retry, limit_count=transfer.concurrency, url=location.url
         )
-    return Clients(once, bodies, reads, single, parts, lister, http, direct)
+    return Clients(
+        client,
+        once_seconds=once_seconds,
+        bodies_seconds=bodies_seconds,
+        can_batch=location.scheme == "s3",
+        open_lister=partial(_open_lister, location, settings, http),
+        http=http,
+        direct=direct,
+    )
 
 
-def _open_lister(location: Location, settings: DriverSettings, http: HttpClient, once: Any) -> Lister:
+def _open_lister(
+    location: Location, settings: DriverSettings, http: HttpClient, once: Callable[[], Any]
+) -> Lister:
     # Requests to S3's directory buckets are signed with the keys of a session that only obstore holds.
     if location.scheme != "s3" or settings.config.get("s3_express"):
-        return ObstoreLister(once)
+        return ObstoreLister(once())
     if settings.provider is None and not settings.config.get("skip_signature"):
         raise MissingDependencyError(
             "finding the credentials of a role needs boto3: pip install 'remote-ckpt[aws]'",
