@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,7 @@ def test_a_store_that_gives_no_answer_for_a_while_is_asked_again(first: int, is_
         return result
 
     memory = MemoryStore.fresh()
-    hook = {"after": fail} if is_done else {"before": fail}
+    hook: dict[str, Any] = {"after" if is_done else "before": fail}
     probe_create_only(FaultStore(Declared(memory), **hook), options=HASTY)
     assert memory.list() == []
 
