@@ -1,10 +1,17 @@
-"""What was measured, and the tables made of it."""
+"""What was measured, and the tables made of it.
+
+python -m benchmarks.report benchmarks/results/documented.json     # print the tables of a run that was kept
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import Cost
 
@@ -56,6 +63,42 @@ def format_table(measured: Measured) -> str:
     return "\n".join(lines)
 
 
+def format_ratios(measured: Measured) -> str:
+    """Return a Markdown table: what each of our ways takes, divided by what every other one takes."""
+    ours = [way for way in measured.costs if way.startswith("ours")]
+    others = [way for way in measured.costs if way not in ours]
+    lines = [
+        "| ours divided by the other | save, wall | save, CPU | load, wall | load, CPU |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for own in ours:
+        for other in others:
+            ratios = [
+                f"{measured.median(own, verb, value) / max(measured.median(other, verb, value), 1e-9):.2f}"
+                for verb in VERBS
+                for value in (wall, cpu)
+            ]
+            lines.append(f"| {own} / {other} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+def to_json(machine: Mapping[str, Any], tables: Sequence[Measured]) -> str:
+    """Return what a run measured as text."""
+    return json.dumps({"machine": machine, "tables": [asdict(table) for table in tables]}, indent=1) + "\n"
+
+
+def from_json(text: str) -> list[Measured]:
+    """Return the tables of :func:`to_json`."""
+    tables = []
+    for found in json.loads(text)["tables"]:
+        costs = {
+            way: {verb: [Cost(**cost) for cost in rounds] for verb, rounds in verbs.items()}
+            for way, verbs in found.pop("costs").items()
+        }
+        tables.append(Measured(**found, costs=costs))
+    return tables
+
+
 def _cells(measured: Measured, way: str) -> Sequence[str]:
     cells = []
     for verb in VERBS:
@@ -82,4 +125,9 @@ def wall(cost: Cost) -> float:
 
 def cpu(cost: Cost) -> float:
     """Seconds of CPU it took."""
-    return cost.user_seconds + cost.system_seconds
+    return cost.cpu_seconds
+
+
+if __name__ == "__main__":
+    for table in from_json(Path(sys.argv[1]).read_text()):
+        print(format_table(table), format_ratios(table), sep="\n\n")
