@@ -26,6 +26,7 @@ from urllib.parse import quote, urlsplit
 
 from remote_ckpt._version import __version__
 from remote_ckpt.errors import (
+    AccessDeniedError,
     ConfigError,
     IntegrityError,
     RemoteCkptError,
@@ -111,7 +112,7 @@ class DirectReads:
             min(seconds, self.retry.total_seconds),
             time.monotonic() + min(seconds + len(out) / SLOWEST_BYTES_PER_SECOND, self.retry.total_seconds),
         )
-        request = self._request(path, offset_bytes, len(out))
+        request = self._request(path, offset_bytes, len(out), key)
         try:
             return self._receive(request, offset_bytes, out, patience, key)
         except RemoteCkptError:
@@ -129,7 +130,14 @@ class DirectReads:
         """Close all connections."""
         self.pool.close()
 
-    def _request(self, path: str, offset_bytes: int, length_bytes: int) -> bytes:
+    def _credentials(self, provider: CredentialProvider, key: str) -> Mapping[str, Any]:
+        try:
+            return provider()
+        except Exception as error:  # of whoever keeps them; obstore says the same of it
+            detail = f"no credentials: {type(error).__name__}: {redact_url(str(error))[:200]}"
+            raise self._unanswered(AccessDeniedError, detail, key) from error
+
+    def _request(self, path: str, offset_bytes: int, length_bytes: int, key: str) -> bytes:
         target = f"{self.bucket_url.rstrip('/')}/{quote(path, safe='/-_.~')}"
         where = urlsplit(target)
         headers: Mapping[str, str] = {**self.headers, "host": where.netloc}
@@ -137,7 +145,7 @@ class DirectReads:
             headers = sign_headers(
                 "GET",
                 target,
-                credentials=self.provider(),
+                credentials=self._credentials(self.provider, key),
                 region=self.region,
                 now=self.now(),
                 headers=self.headers,

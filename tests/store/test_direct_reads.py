@@ -370,7 +370,7 @@ def test_a_bucket_that_is_a_host_is_asked_for_by_its_name() -> None:
         store = open_on(endpoint, addressing_style="virtual")
         with closing(store):
             assert direct_of(store).bucket_url == endpoint.replace("localhost", "bucket.localhost") + "/"
-            request = direct_of(store)._request("run/k", 2, 4)
+            request = direct_of(store)._request("run/k", 2, 4, "k")
         assert request.startswith(b"GET /run/k HTTP/1.1\r\nhost: bucket.localhost:")
         with closing(open_on(script.endpoint_url)) as plain:
             read_into(plain, 2, 4)
@@ -388,6 +388,17 @@ def test_each_request_is_signed_with_the_credentials_of_its_moment() -> None:
             read_into(store, 2, 4)
     assert b"Credential=first/" in script.requests[0]
     assert b"Credential=second/" in script.requests[1]
+
+
+def test_credentials_that_cannot_be_had_are_told_as_obstore_tells_them() -> None:
+    def fail() -> dict[str, Any]:
+        raise LookupError("no role")
+
+    (port,) = free_ports(1)
+    with closing(open_on(f"http://127.0.0.1:{port}")) as store:
+        direct_of(store).provider = fail
+        with pytest.raises(AccessDeniedError, match="LookupError: no role"):
+            read_into(store, 0, 1)
 
 
 def test_a_line_break_in_a_credential_never_becomes_a_header() -> None:
