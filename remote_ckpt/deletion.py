@@ -149,21 +149,25 @@ def delete_superseded(
     """
     needed = named_keys(newest.manifest) if newest is not None and newest.is_live else frozenset()
     unneeded = [key for key in keys if key not in needed]
+    failures: tuple[DeleteFailure, ...] = ()
+    if newest is not None and (doubtful := [key for key in unneeded if not own_key(key)]):
+        unneeded = [key for key in unneeded if own_key(key)]
+        try:
+            unneeded += _as_named(checkpoint, doubtful, newest)
+        except StoreError as error:
+            failures = tuple(DeleteFailure(key, error) for key in doubtful)
+    if not unneeded:
+        return failures
     try:
-        if newest is not None:
-            unneeded = [key for key in unneeded if _is_as_named(checkpoint, key, newest)]
-        if not unneeded:
-            return ()
-        return checkpoint.delete(unneeded)
+        return (*failures, *checkpoint.delete(unneeded))
     except StoreError as error:
-        return [DeleteFailure(key, error) for key in unneeded]
+        return (*failures, *(DeleteFailure(key, error) for key in unneeded))
 
 
-def _is_as_named(checkpoint: Store, key: str, newest: Newest) -> bool:
-    try:
-        return own_key(key) or is_as_named(checkpoint.info(key), newest.manifest)
-    except ObjectNotFoundError:
-        return False
+def _as_named(checkpoint: Store, keys: Sequence[str], newest: Newest) -> list[str]:
+    """Return those of some stock files, right in the checkpoint's folder, that its lists mean."""
+    infos = {info.key: info for info in checkpoint.list_children("").objects}
+    return [key for key in keys if key in infos and is_as_named(infos[key], newest.manifest)]
 
 
 # --- deciding ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ created and is not listed leaves the outcome open, so nothing is cleaned up.
 from __future__ import annotations
 
 import enum
+import operator
 import random
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ _OPEN_OUTCOMES = (StoreUnavailableError, ObjectExistsError, ObjectNotFoundError)
 _SHORTEST_WAIT_SECONDS = 0.02
 _MAX_DAMAGED = 4
 """Manifests in a row that are stored damaged: with as many, it is no accident."""
+_MAX_ALTERED_BYTES = 16
+"""Bytes in which ours may differ from what is kept of it; anybody else's differs in its digest at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def create_generation(
         if not creation.create():
             return None
         found = creation.read_back()
-        if found is not _Found.DAMAGED:
+        if found not in (_Found.DAMAGED, _Found.OURS_DAMAGED):
             return manifest if found is _Found.OURS else None
         logger.warning("%s: %s was stored damaged: said again", checkpoint.url, creation.key)
         manifest = replace(manifest, generation=manifest.generation + 1)
@@ -167,13 +170,14 @@ def highest_after(
             if generations and generations[-1] >= generation:
                 return generations[-1]
         if not patience.wait():
-            raise _unknown(checkpoint, manifest_key(generation)) from cause
+            raise _unknown(checkpoint, manifest_key(generation), cause) from cause
 
 
 class _Found(enum.Enum):
     OURS = enum.auto()
     ANOTHERS = enum.auto()
     DAMAGED = enum.auto()
+    OURS_DAMAGED = enum.auto()
     NOTHING = enum.auto()
     UNKNOWN = enum.auto()
 
@@ -198,6 +202,7 @@ class _Creation:
         self._not_after = not_after
         self._options = options
         self._waiting = waiting
+        self._cause: Exception | None = None
 
     def create(self) -> bool:
         """Send it until it is decided; whether it is ours."""
@@ -210,17 +215,17 @@ class _Creation:
             except (StoreError, ConfigError) as error:
                 cause = error
             found = _Found.UNKNOWN if patience.is_over else self._look()
-            if found in (_Found.OURS, _Found.ANOTHERS, _Found.DAMAGED):
-                return found is _Found.OURS
+            if found in (_Found.OURS, _Found.ANOTHERS, _Found.DAMAGED, _Found.OURS_DAMAGED):
+                return found in (_Found.OURS, _Found.OURS_DAMAGED)
             if _is_refusal(cause, found) and not is_in_doubt:
                 raise cause
             is_in_doubt = is_in_doubt or not _is_refusal(cause, found)
             if patience.is_over:
-                raise _unknown(self._checkpoint, self.key) from cause
+                raise _unknown(self._checkpoint, self.key, cause) from cause
             if _is_gone(self._checkpoint):
                 raise _changed(self._checkpoint) from cause
             if not patience.wait() or _is_past(self._checkpoint, self._not_after):
-                raise _unknown(self._checkpoint, self.key) from cause
+                raise _unknown(self._checkpoint, self.key, cause) from cause
 
     def read_back(self) -> _Found:
         """Look at what was created until the store says what stands there.
@@ -236,8 +241,14 @@ class _Creation:
                 return _Found.OURS
             if _is_gone(self._checkpoint):
                 raise _changed(self._checkpoint)
-            if not patience.wait():
-                raise _unknown(self._checkpoint, self.key)
+            if isinstance(self._cause, _REFUSALS) or not patience.wait():
+                raise CommitUnknownError(
+                    f"the store took the manifest, but it could not be read back: nothing was cleaned up, "
+                    f"look again later ({self._cause})",
+                    url=self._checkpoint.url,
+                    key=self.key,
+                    operation="commit",
+                ) from self._cause
 
     def _look(self) -> _Found:
         """Find out what stands at the key: an object read by its key says more than any listing.
@@ -245,21 +256,23 @@ class _Creation:
         Damage is believed the second time only: what was altered on its way here comes right then.
         """
         found = self._look_once()
-        return self._look_once() if found is _Found.DAMAGED else found
+        return self._look_once() if found in (_Found.DAMAGED, _Found.OURS_DAMAGED) else found
 
     def _look_once(self) -> _Found:
         try:
             found = self._checkpoint.read(self.key)
-        except ObjectNotFoundError:
+        except ObjectNotFoundError as error:
+            self._cause = error
             return _Found.NOTHING
-        except (StoreError, ConfigError):
+        except (StoreError, ConfigError) as error:
+            self._cause = error
             return _Found.UNKNOWN
         if found == self._data:
             return _Found.OURS
         try:
             manifest = parse_manifest(found, url=self._checkpoint.url, key=self.key)
-        except CheckpointError:
-            return _Found.DAMAGED  # one of a newer format that is not is another's, which is as well
+        except CheckpointError:  # one of a newer format that is not damaged is another's, which is as well
+            return _Found.OURS_DAMAGED if _resembles(found, self._data) else _Found.DAMAGED
         return _Found.OURS if self._save_id == manifest.save_id else _Found.ANOTHERS
 
     def _is_built_upon(self) -> bool:
@@ -268,6 +281,14 @@ class _Creation:
         except StoreError:
             return False
         return bool(generations) and generations[-1] > self._generation
+
+
+def _resembles(found: bytes, sent: bytes) -> bool:
+    """Whether bytes that are no manifest are what became of ours: cut short, or altered in a few places."""
+    if len(found) != len(sent):
+        return len(found) > len(sent) // 2 and sent.startswith(found)
+    altered: int = sum(map(operator.ne, found, sent))
+    return altered <= _MAX_ALTERED_BYTES
 
 
 def _is_refusal(cause: StoreError | ConfigError, found: _Found) -> bool:
@@ -302,9 +323,11 @@ def _changed(checkpoint: Store) -> CheckpointChangedError:
     )
 
 
-def _unknown(checkpoint: Store, key: str) -> CommitUnknownError:
+def _unknown(checkpoint: Store, key: str, cause: Exception | None) -> CommitUnknownError:
+    reason = "" if cause is None else f" ({cause})"
     return CommitUnknownError(
-        "the store did not say whether the manifest was created: nothing was cleaned up, look again later",
+        "the store did not say whether the manifest was created: nothing was cleaned up, look again later"
+        + reason,
         url=checkpoint.url,
         key=key,
         operation="commit",

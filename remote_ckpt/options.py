@@ -21,7 +21,8 @@ class RetryOptions:
     """When a failed request is tried again. Only transient failures are.
 
     Args:
-        max_attempts: Tries of one request, the first included (at least 1).
+        max_attempts: Tries of one request, the first included (at least 1). As a rule ``total_seconds``
+            ends them before the default is reached, so that a store may be away for a minute and more.
         initial_seconds: Wait before the second try; doubled each time, with full jitter.
         max_seconds: Longest single wait.
         total_seconds: Deadline for one operation with all its tries.
@@ -29,7 +30,7 @@ class RetryOptions:
         connect_seconds: Longest wait for a connection.
     """
 
-    max_attempts: int = 8
+    max_attempts: int = 30
     initial_seconds: float = 0.1
     max_seconds: float = 15.0
     total_seconds: float = 180.0

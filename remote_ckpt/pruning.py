@@ -86,7 +86,7 @@ def prune(
     entries = {entry.name: entry for entry in find_checkpoints(root)}
     plan = plan_for([candidate_of(entry) for entry in entries.values()])
     if root.capabilities.has_folders:
-        plan = _without_aliases(plan, root)
+        plan = _without_links(plan, root)
     for warning in plan.warnings:
         logger.warning("%s: %s", root.url, warning)
     if dry_run:
@@ -104,17 +104,23 @@ def prune(
     )
 
 
-def _without_aliases(plan: RetentionPlan, root: Store) -> RetentionPlan:
-    """Keep what a kept name leads to: on a disk, a link and its target are two names of one checkpoint."""
+def _without_links(plan: RetentionPlan, root: Store) -> RetentionPlan:
+    """Keep, on a disk, what a kept name leads to, and what is only linked to here and lies elsewhere."""
     if not plan.delete:
         return plan
     kept = {_folder_of(root, decision.name): decision.name for decision in plan.keep}
-    doomed = {decision.name: kept.get(_folder_of(root, decision.name)) for decision in plan.delete}
-    spared = [Decision(name, f"{other} leads to it") for name, other in doomed.items() if other is not None]
+    spared = []
+    for decision in plan.delete:
+        folder = _folder_of(root, decision.name)
+        if folder in kept:
+            spared.append(Decision(decision.name, f"{kept[folder]} leads to it"))
+        elif folder not in (f"{root.identity}/{decision.name}", _gone(decision.name)):
+            spared.append(Decision(decision.name, "it is a link: what it leads to is not this run's alone"))
+    names = {decision.name for decision in spared}
     return replace(
         plan,
         keep=(*plan.keep, *spared),
-        delete=tuple(decision for decision in plan.delete if doomed[decision.name] is None),
+        delete=tuple(decision for decision in plan.delete if decision.name not in names),
     )
 
 
@@ -124,7 +130,11 @@ def _folder_of(root: Store, name: str) -> str:
         with closing(root.scope(name)) as checkpoint:
             return checkpoint.identity
     except CheckpointNotFoundError:
-        return f"gone: {name}"
+        return _gone(name)
+
+
+def _gone(name: str) -> str:
+    return f"gone: {name}"
 
 
 def candidate_of(entry: CheckpointEntry) -> Candidate:

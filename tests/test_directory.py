@@ -31,6 +31,7 @@ from remote_ckpt import (
     KeepLast,
     StoreUnavailableError,
     cleanup_checkpoint,
+    keep_last_n_checkpoints,
     resumed,
 )
 from remote_ckpt.checksum import crc32c
@@ -400,6 +401,21 @@ def test_what_a_kept_link_leads_to_is_kept(tmp_path: Path) -> None:
     (tmp_path / "1000").unlink()
     cleanup_checkpoint(tmp_path, CheckpointRetentionPolicy.BEST)
     assert names(directory) == ["1", "best"]
+
+
+def test_a_step_that_is_a_link_to_another_run_is_left_alone(tmp_path: Path) -> None:
+    shared, directory = CheckpointDirectory(tmp_path / "shared"), CheckpointDirectory(tmp_path / "run")
+    save(shared, 3)
+    save(directory, 4, 5)
+    (tmp_path / "run" / "3").symlink_to(tmp_path / "shared" / "3")
+    report = directory.prune(KeepLast(1))
+    assert report.deleted == ("4",)
+    assert [one.reason for one in report.plan.keep if one.name == "3"] == [
+        "it is a link: what it leads to is not this run's alone"
+    ]
+    keep_last_n_checkpoints(tmp_path / "run", 1)
+    assert names(shared) == ["3"]
+    assert payload_of(shared, "3") == b"x"
 
 
 # --- copies ------------------------------------------------------------------------------------------

@@ -688,6 +688,46 @@ def test_a_bit_that_flips_in_what_commits_is_found_before_anything_is_deleted(
     assert saves_again(run)
 
 
+@pytest.mark.parametrize("what", ["create", "replace", "delete", "keep last", "copy"])
+@pytest.mark.parametrize(
+    "lost", [LoseAnswer(), Reply(503, code="SlowDown", is_after=True), Reply(412, is_after=True)], ids=str
+)
+@pytest.mark.parametrize("altered", [FlipByte("request"), Shorten("request")], ids=["flipped", "cut"])
+def test_what_commits_is_stored_damaged_and_its_answer_is_lost(
+    run: Run, proxy: FaultProxy, what: str, lost: Fault, altered: Fault
+) -> None:
+    operation = OPERATIONS[what]
+    rules = [
+        Rule(header="if-none-match", path="*/manifest.*", nth=1, fault=fault) for fault in (lost, altered)
+    ]
+    with proxy.inject(rules[0]) as first, proxy.inject(rules[1]) as second:
+        assert operation.act(run.hostile, PATIENT) == operation.expected
+    assert (first.fired, second.fired) == (1, 1)
+    assert run.payloads() == operation.after
+    assert saves_again(run)
+
+
+@pytest.mark.parametrize(
+    "act", [lambda one: set_pinned(one, True), lambda one: annotate(one, metrics={"a": 1.0})]
+)
+def test_a_pin_or_note_is_stored_damaged_and_its_answer_is_lost(
+    run: Run, proxy: FaultProxy, act: Callable[[Store], object]
+) -> None:
+    lost = Rule(header="if-none-match", nth=1, fault=LoseAnswer())
+    flipped = Rule(header="if-none-match", nth=1, fault=FlipByte("request"))
+    with proxy.inject(lost), proxy.inject(flipped) as fault:
+        act(run.hostile.scope("1"))
+    assert fault.fired == 1
+    assert run.payloads() == BEFORE
+
+
+def test_a_manifest_that_may_not_be_read_back_is_told_with_the_reason(run: Run, proxy: FaultProxy) -> None:
+    refused = Rule(operation="GetObject", path="*/3/manifest.*", fault=Reply(403, code="AccessDenied"))
+    with proxy.inject(refused), pytest.raises(CommitUnknownError, match=r"took the manifest.*AccessDenied"):
+        save(run.hostile, b"new", name="3", options=PATIENT)
+    assert run.payloads() == {**BEFORE, "3": b"new"}
+
+
 def test_a_bit_that_flips_in_a_pin_or_a_note_leaves_the_checkpoint_whole(run: Run, proxy: FaultProxy) -> None:
     flips = Rule(header="if-none-match", nth=1, fault=FlipByte("request"))
     with proxy.inject(flips) as fault:

@@ -201,7 +201,7 @@ def test_a_store_that_is_busy_for_all_racers_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "tries"), [(AccessDeniedError("403"), 1), (StoreUnavailableError("refused"), 8)]
+    ("error", "tries"), [(AccessDeniedError("403"), 1), (StoreUnavailableError("refused"), 30)]
 )
 def test_a_create_that_fails_is_told_alone_and_nothing_is_removed(
     error: StoreError, tries: int, caplog: pytest.LogCaptureFixture
@@ -224,7 +224,7 @@ def test_the_first_failure_is_raised_though_the_cleanup_fails_too(caplog: pytest
             raise StoreUnavailableError(f"{call.operation} refused")
 
     with pytest.raises(StoreUnavailableError, match="read refused"):
-        probe_create_only(FaultStore(Declared(MemoryStore.fresh()), before=fail))
+        probe_create_only(FaultStore(Declared(MemoryStore.fresh()), before=fail), options=HASTY)
     assert caplog.text == ""
 
 

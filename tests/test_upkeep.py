@@ -37,8 +37,10 @@ from remote_ckpt import (
 from remote_ckpt.changes import set_pinned
 from remote_ckpt.deletion import delete_checkpoint
 from remote_ckpt.discover import CheckpointEntry, find_checkpoints
+from remote_ckpt.errors import StoreUnavailableError
 from remote_ckpt.store import open_store
 from remote_ckpt.store.base import Store
+from remote_ckpt.store.local import LocalStore
 from remote_ckpt.testing.faults import FaultStore, StoreCall
 
 _numbers = itertools.count()
@@ -242,8 +244,11 @@ def test_those_whose_fate_stays_unknown_do_not_hold_up_training(
     """The options allow 300 s for each."""
     monkeypatch.setattr(pruning, "_UNDECIDED_SECONDS", 0.01)
     save(str(tmp_path), 1, 2, 3, 4, 5)
-    for name in ("1", "2", "3"):
-        (tmp_path / name / "manifest.000002.json").mkdir()  # no tombstone can be created where a folder is
+
+    def no_answer(store: LocalStore, key: str, data: bytes) -> None:
+        raise StoreUnavailableError("no answer", url=store.url, key=key)
+
+    monkeypatch.setattr(LocalStore, "create", no_answer)
     keep_last_n_checkpoints(tmp_path, 1)
     assert names_in(str(tmp_path)) == ["1", "2", "3", "4", "5"]
     assert "cannot delete 3" in caplog.text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from remote_ckpt.place import Place
 
 Function = Callable[..., Any]
+
+_TRIES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ def takes_store(function: Function) -> Function:
         "--timeout",
         metavar="DURATION",
         callback=parsed(parse_duration),
-        help="Give up on a request, its repetitions included. Default: 3m.",
+        help="Give up on a request, its repetitions included, and on a change whose outcome is not known. "
+        "Default: after 8 tries or 3m.",
     )
     @click.option(
         "--accept-single-writer",
@@ -237,9 +240,10 @@ def _storage_options(endpoint_url: str | None, pairs: Sequence[tuple[str, Any]])
 
 
 def _options(timeout: timedelta | None, accepts_single_writer: bool) -> Options:
-    retry = RetryOptions()
-    if timeout is not None:
-        seconds = timeout.total_seconds()
-        request_seconds = min(retry.request_seconds, seconds)
-        retry = replace(retry, total_seconds=seconds, request_seconds=request_seconds)
-    return Options(retry=retry, commit=CommitOptions(accept_single_writer=accepts_single_writer))
+    commit = CommitOptions(accept_single_writer=accepts_single_writer)
+    if timeout is None:
+        # A person waits: where no connection comes about, eight tries are over in seconds.
+        return Options(retry=RetryOptions(max_attempts=_TRIES), commit=commit)
+    seconds = timeout.total_seconds()
+    retry = RetryOptions(total_seconds=seconds, request_seconds=min(RetryOptions().request_seconds, seconds))
+    return Options(retry=retry, commit=replace(commit, commit_seconds=min(commit.commit_seconds, seconds)))

@@ -56,6 +56,11 @@ class BotocoreCredentials:
 
     credentials: Any = field(repr=False)
 
+    @property
+    def is_role(self) -> bool:
+        """Whether they end by themselves, and botocore asks for others before."""
+        return hasattr(self.credentials, "refresh_needed")
+
     def __call__(self) -> dict[str, Any]:
         frozen = self.credentials.get_frozen_credentials()
         return {
@@ -97,8 +102,11 @@ def find_aws_identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> A
 
 
 def current_keys(provider: CredentialProvider | None) -> Mapping[str, Any] | None:
-    """Return what a provider hands out now, without the time at which it ends."""
-    if provider is None:
+    """Return the keys that a provider hands out now; None for those of a role, which botocore renews itself.
+
+    A new session of a role has new keys each time: that they differ says nothing there.
+    """
+    if provider is None or (isinstance(provider, BotocoreCredentials) and provider.is_role):
         return None
     return {name: value for name, value in provider().items() if name != "expires_at"}
 

@@ -22,7 +22,6 @@ from remote_ckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     ObjectNotFoundError,
-    RemoteCkptError,
     StoreError,
     StoreUnavailableError,
 )
@@ -40,7 +39,7 @@ from remote_ckpt.store.base import (
 )
 from remote_ckpt.store.boto_errors import translate_answer
 from remote_ckpt.store.chunks import SLOWEST_BYTES_PER_SECOND, CheckedChunks, cut_parts, plan_part_bytes
-from remote_ckpt.store.credentials import CredentialProvider, current_keys
+from remote_ckpt.store.credentials import current_keys
 from remote_ckpt.store.fsspec import FsspecStore, open_file_system
 from remote_ckpt.store.http_client import HttpClient
 from remote_ckpt.store.http_clock import read_date
@@ -84,13 +83,13 @@ def open_s3fs_store(
     """Return the store at an ``s3`` location as :func:`~remote_ckpt.store.fsspec.open_fsspec_store` does."""
     given = {**location.options, **storage_options}
     file_system = open_file_system(location, plan_s3fs_options(given, retry))
-    return S3fsStore(location, file_system, transfer, retry, _find_provider(location, given))
+    return S3fsStore(location, file_system, transfer, retry, _find_keys(location, given))
 
 
-def _find_provider(location: Location, given: Mapping[str, Any]) -> CredentialProvider | None:
-    """Return what hands out the credentials that s3fs finds by the same options; None if we cannot tell."""
-    with contextlib.suppress(RemoteCkptError):
-        return plan_s3(location.bucket, given, os.environ).provider
+def _find_keys(location: Location, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the keys that s3fs finds by the same options; None if we cannot tell."""
+    with contextlib.suppress(Exception):  # what is wrong with them, s3fs says in its own time
+        return current_keys(plan_s3(location.bucket, given, os.environ).provider)
     return None
 
 
@@ -120,10 +119,10 @@ class S3fsStore(FsspecStore):
         file_system: Any,
         transfer: TransferOptions,
         retry: RetryOptions,
-        provider: CredentialProvider | None = None,
+        keys: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(location, file_system, transfer)
-        self._keys = current_keys(provider)
+        self._keys = keys
         file_system.retries = 1  # s3fs repeats what botocore gave up
         self._request_seconds = retry.request_seconds
         self._total_seconds = retry.total_seconds

@@ -1,11 +1,10 @@
-"""Credentials that changed while a job runs: another file, another environment, a role's next keys.
+"""Credentials that changed while a job runs: another file, another environment.
 
-A refusal is looked at once: the driver is opened anew, and where that finds other credentials than the
-one in use has, it takes over. The request then counts as unanswered, so that
-:class:`~remote_ckpt.store.retry.RetryStore` sends it again. Where nothing changed the refusal stands.
+A refusal is looked at once: the driver is opened anew, and where that finds other keys than the one in use
+has, it takes over and the request is sent once more. Where nothing changed, or the new keys are refused as
+well, the refusal stands.
 
-Roles need none of this as long as their keys are valid until the time that they came with: botocore
-renews them before.
+Roles need none of this: botocore asks for other keys before theirs end.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from remote_ckpt.errors import AccessDeniedError, RemoteCkptError, StoreUnavailableError
+from remote_ckpt.errors import AccessDeniedError
 from remote_ckpt.log import logger
 from remote_ckpt.store.base import DeleteFailure, Store
 from remote_ckpt.store.wrappers import DelegatingStore
 
 T = TypeVar("T")
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
+_MAX_RETIRED: Final = 4
 
 
 class CredentialedStore(Store, Protocol):
@@ -49,9 +49,10 @@ class _Driver:
         with self._lock:
             if self.number == number and self._may_look() and (fresh := self._with_other_keys()) is not None:
                 self._retired.append(self.store)  # others may be in the middle of a request
+                if len(self._retired) > _MAX_RETIRED:
+                    self._retired.pop(0).close()
                 self.store = fresh
                 self.number += 1
-                self._looked_at = None
                 logger.warning("%s: the credentials have changed: the new ones are used now", fresh.url)
             return self.number != number
 
@@ -67,14 +68,15 @@ class _Driver:
         return True
 
     def _with_other_keys(self) -> CredentialedStore | None:
+        fresh: CredentialedStore | None = None
         try:
             fresh = self._open()
             if fresh.credentials() not in (None, self.store.credentials()):
                 return fresh
-        except RemoteCkptError as error:
+        except Exception as error:  # of botocore, too: the refusal is what the caller is told
             logger.warning("%s: no other credentials: %s", self.store.url, error)
-            return None
-        fresh.close()
+        if fresh is not None:
+            fresh.close()
         return None
 
 
@@ -92,6 +94,7 @@ class RenewingStore(DelegatingStore):
         self._driver = _Driver(open_driver, now)
         self._names: tuple[str, ...] = ()
         self._number = 0
+        self._is_closed = False
         super().__init__(self._driver.store)
 
     def scope(self, name: str, *, create: bool = False) -> RenewingStore:
@@ -99,24 +102,24 @@ class RenewingStore(DelegatingStore):
         scope = RenewingStore.__new__(RenewingStore)
         scope._driver = self._driver
         scope._names = (*self._names, name)
-        scope._number = self._number
+        scope._number = self._follow()
+        scope._is_closed = False
         scope.inner = self.inner.scope(name, create=create)
         return scope
 
     def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
         """See :meth:`Store.delete`."""
-
-        def call() -> Sequence[DeleteFailure]:
-            failures = self.inner.delete(keys)
-            for failure in failures:
-                if isinstance(failure.error, AccessDeniedError):
-                    self._check_renewed(self._number, failure.error)
-            return failures
-
-        return self._invoke("delete", None, call)
+        number = self._follow()
+        failures = super().delete(keys)
+        if any(isinstance(each.error, AccessDeniedError) for each in failures) and (
+            self._driver.is_renewed_since(number)
+        ):
+            return super().delete(keys)
+        return failures
 
     def close(self) -> None:
         """Close the driver, or end this scope's use."""
+        self._is_closed = True
         if self._names:
             self.inner.close()
         else:
@@ -126,23 +129,16 @@ class RenewingStore(DelegatingStore):
         number = self._follow()
         try:
             return call()
-        except AccessDeniedError as error:
-            self._check_renewed(number, error)
-            raise
-
-    def _check_renewed(self, number: int, refusal: AccessDeniedError) -> None:
-        if self._driver.is_renewed_since(number):
-            raise StoreUnavailableError(
-                f"refused, with credentials that have changed since: {refusal}",
-                url=refusal.url,
-                key=refusal.key,
-                operation=refusal.operation,
-            ) from refusal
+        except AccessDeniedError:
+            if not self._driver.is_renewed_since(number):
+                raise
+        self._follow()
+        return call()  # nothing was done before: a refusal is a clean answer
 
     def _follow(self) -> int:
         """Go over to the driver in use now; returns its number."""
         number, store = self._driver.number, self._driver.store
-        if number != self._number:
+        if number != self._number and not self._is_closed:
             inner: Store = store
             for name in self._names:
                 inner = inner.scope(name)
