@@ -138,6 +138,8 @@ def check_tidy(directory: CheckpointDirectory) -> None:
         marks = {f"{step}/manifest.{number:06d}.json" for step in range(1, SAVES) for number in (1, 2)}
         assert left <= marks
         assert [*root.list_leftovers()] == []
+    garbage = directory.sweep(older_than=timedelta()).garbage
+    assert {each.key for each in garbage} <= marks | {f"{SAVES}/manifest.000001.json"}
     report = directory.sweep(older_than=timedelta(), dry_run=False, tombstones=True)
     assert not report.failures
     assert directory.usage().leftover_bytes == 0

@@ -157,6 +157,7 @@ PASSING: dict[str, Fault] = {
     "cut": Cut(),
     "reset": Reset(),
     "500 after it was done": Reply(500, code="InternalError", is_after=True),
+    "429": Reply(429, code="TooManyRequests"),
 }
 TRIED_WITH_S3FS = ("SlowDown", "lost", "cut")
 
@@ -198,6 +199,7 @@ def test_what_fails_for_good_is_told_and_tears_nothing(
         assert fault.fired >= 1
         assert len(proxy.requests) < 100
         assert isinstance(outcome, RemoteCkptError) or outcome in (operation.expected, ())
+        assert not isinstance(outcome, CheckpointNotFoundError)  # an error is no absence
         for name, payload in run.payloads().items():
             assert payload in (BEFORE.get(name), operation.after.get(name))
         if not operation.changes:

@@ -115,9 +115,9 @@ def test_rclone_serves_a_single_writer_who_accepts_that_but_obstore_gets_no_rang
         assert [parameter.unique().tolist() for parameter in model.parameters()] == [[1.0], [1.0]]
 
 
-def save_with_a_flipped_bit(server: LocalServer, url: str, **access: Any) -> None:
-    """Save over a wire that changes one bit of the data on its way up."""
-    damaged = Rule(method="PUT", path="*.distcp", nth=1, fault=FlipByte("request"))
+def save_with_a_flipped_bit(server: LocalServer, url: str, *, path: str = "*.distcp", **access: Any) -> None:
+    """Save over a wire that changes one bit of the data, or of what ``path`` names, on its way up."""
+    damaged = Rule(method="PUT", path=path, nth=1, fault=FlipByte("request"))
     with FaultProxy(server.endpoint_url) as proxy, proxy.inject(damaged) as damage:
         given = {**server.storage_options(), "endpoint_url": proxy.endpoint_url}
         given |= access.pop("storage_options", {})
@@ -145,6 +145,22 @@ def test_a_bit_flipped_on_the_way_up_is_refused_by_the_store_or_found_by_the_loa
             load_checkpoint(f"{root}/1", model=model_of(0.0), storage_options=options)
     else:
         assert "nothing was committed: IntegrityError" in refusal
+        assert find_all_checkpoints(root, storage_options=options) == []
+
+
+@both_transports
+def test_a_bit_of_the_manifest_flipped_on_the_way_up_is_refused_by_the_store_or_mended(
+    server: LocalServer, fresh_root: FreshBucket, transport: str
+) -> None:
+    root, options = fresh_root(server), server.storage_options()
+    manifest = {"path": "*/manifest.*", "transport": transport}
+    refusal = refusal_of(lambda: save_with_a_flipped_bit(server, f"{root}/1", **manifest))
+    if refusal is None:
+        model = model_of(0.0)
+        load_checkpoint(f"{root}/1", model=model, storage_options=options)
+        assert [parameter.unique().tolist() for parameter in model.parameters()] == [[1.0], [1.0]]
+    else:
+        assert "IntegrityError" in refusal
         assert find_all_checkpoints(root, storage_options=options) == []
 
 
