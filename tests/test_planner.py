@@ -91,6 +91,10 @@ def load_all(
 def _no_cached_plans() -> Iterator[None]:
     """torch keeps save plans by the planner's class for as long as the process lives."""
     yield
+    forget_plans()
+
+
+def forget_plans() -> None:
     for cache in (name for name in vars(SavePlanner) if name.startswith("_cached_")):
         getattr(SavePlanner, cache).clear()
 
@@ -352,6 +356,48 @@ def test_br_72_of_large_tensors_the_beginning_is_compared_and_all_only_when_aske
     settings = {"compare_bytes": compare_bytes}
     first, _ = ranks.run(save_by_rank, str(tmp_path / "1"), tensors_of_other_ends, settings)
     assert any(f"different values of {names}; only" in line for line in first)
+
+
+def saves_with_cached_plans(folder: str, states: list[list[dict[str, Any]]]) -> list[Any]:
+    """Save each of the states, given by rank, and return what of each is an error or is in the checkpoint."""
+    outcomes: list[Any] = []
+    try:
+        for number, by_rank in enumerate(states):
+            url = f"{folder}/{number}"
+            try:
+                save_all(url, by_rank[dist.get_rank()], enable_plan_caching=True)
+            except ConfigError as error:
+                outcomes.append(str(error))
+                continue
+            names = sorted({name for state in by_rank for name in state})
+            loaded: dict[str, Any] = dict.fromkeys(names)
+            load_all(url, loaded)
+            outcomes.append({name: value.tolist() for name, value in loaded.items()})
+    finally:
+        forget_plans()  # the rank's process serves other tests too
+    return outcomes
+
+
+def test_br_113_a_name_that_one_rank_drops_is_saved_from_the_plan_that_another_did_not_send_again(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    own = [{"a": torch.ones(2)}, {"b": torch.ones(2)}]
+    differing = [{**state, "x": torch.full((2,), float(rank))} for rank, state in enumerate(own)]
+    states = [differing, [own[0], differing[1]], differing]
+    for outcome in ranks.run(saves_with_cached_plans, str(tmp_path), states):
+        assert [sorted(loaded) for loaded in outcome] == [["a", "b", "x"]] * 3
+        assert [loaded["x"] for loaded in outcome] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+def test_br_113_what_a_refused_save_planned_is_not_in_the_plans_of_the_next(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first = [{"a": torch.ones(2), "x": torch.ones(2)}, {"b": torch.ones(2)}]
+    refused = [{"b": torch.ones(3)}, {"b": torch.ones(2)}]
+    grown = [first[0], {"b": torch.ones(2), "c": torch.ones(2)}]
+    for saved, error, last in ranks.run(saves_with_cached_plans, str(tmp_path), [first, refused, grown]):
+        assert "ranks disagree about b" in error
+        assert (sorted(saved), sorted(last)) == (["a", "b", "x"], ["a", "b", "c", "x"])
 
 
 def tensors_of_other_shapes(rank: int) -> dict[str, Any]:

@@ -106,7 +106,12 @@ class CheckedSavePlanner(DefaultSavePlanner):
             ConfigError: Ranks hold tensors of different shape or dtype, or a tensor and another
                 value, under one name.
         """
-        _refuse_disagreement(all_plans)
+        known = SavePlanner._cached_all_plans.get(self._cached_plans_key)
+        try:
+            planned = super().create_global_plan(all_plans)
+        except Exception:
+            self._keep_plans(known)
+            raise
         differing = _names_of_different_values([plan.planner_data for plan in all_plans])
         if differing:
             logger.warning(
@@ -114,8 +119,25 @@ class CheckedSavePlanner(DefaultSavePlanner):
                 "To keep each, save it under a name of its own, such as name.rank0",
                 listed(sorted(differing)),
             )
+        return planned
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan with whole plans, some of them as ranks sent them for an earlier save.
+
+        torch caches what it hands over here: what is left to other ranks must still be in it, for a save in
+        which those ranks have it no more.
+        """
+        _refuse_disagreement(all_plans)
+        differing = _names_of_different_values([plan.planner_data for plan in all_plans])
         plans = _of_lowest_ranks([_without_checksums(plan) for plan in all_plans], differing)
-        return super().create_global_plan(plans)
+        return super()._create_global_plan(plans)
+
+    def _keep_plans(self, plans: list[SavePlan] | None) -> None:
+        """torch caches plans before it has judged them, while ranks go on from those of the last success."""
+        if plans is None:
+            SavePlanner._cached_all_plans.pop(self._cached_plans_key, None)
+        else:
+            SavePlanner._cached_all_plans[self._cached_plans_key] = plans
 
 
 def _checksum(value: Any, limit_bytes: int) -> int | None:
