@@ -289,6 +289,64 @@ def test_br_114_a_save_whose_writer_was_taken_while_it_planned_commits_nothing(u
         RemoteStorageReader(f"{url}/10").read_metadata()
 
 
+class WaitingWriter(RemoteStorageWriter):
+    """Holds its first save back between its data and its commit, as ranks do that are slower."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.opened.wait(LONG_SECONDS)
+        super().finish(metadata, results)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_br_114_a_save_whose_writer_was_taken_before_its_commit_commits_nothing(url: str) -> None:
+    writer = WaitingWriter(url)
+    first = save_in_background(values(10), f"{url}/10", writer)
+    assert writer.reached.wait(LONG_SECONDS)
+    save_in_background(values(20), f"{url}/20", writer).result(LONG_SECONDS)
+    writer.opened.set()
+    assert "another save with this RemoteStorageWriter" in str(cause(first.exception(LONG_SECONDS)))
+    assert_whole(f"{url}/20", 20)
+    with pytest.raises(CheckpointNotFoundError):
+        RemoteStorageReader(f"{url}/10").read_metadata()
+
+
+class BrokenOff(DefaultSavePlanner):
+    """Ends the data of rank 1 as a signal does; torch never finishes such a save."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise SystemExit(3)
+        return super().resolve_data(write_item)
+
+
+def save_in_background_after_one_broke_off(url: str) -> str:
+    writer = RemoteStorageWriter(url)
+    state = {f"a{rank}": torch.ones(3) for rank in range(dist.get_world_size())}  # one for each rank
+    try:
+        dcp.save(state, checkpoint_id=f"{url}/10", storage_writer=writer, planner=BrokenOff())
+    except CheckpointException as error:
+        outcome = repr(error.failures[1][0])
+    save_in_background(state, f"{url}/20", writer).result(LONG_SECONDS)
+    return outcome
+
+
+def test_br_114_a_save_that_another_rank_broke_off_does_not_keep_the_writer(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    outcomes = ranks.run(save_in_background_after_one_broke_off, str(tmp_path), timeout_seconds=240)
+    assert outcomes == ["SystemExit(3)"] * 2
+    loaded = load({"a0": torch.zeros(3), "a1": torch.zeros(3)}, f"{tmp_path}/20")
+    assert (loaded["a0"].tolist(), loaded["a1"].tolist()) == ([1.0] * 3, [1.0] * 3)
+    with pytest.raises(CheckpointNotFoundError):
+        RemoteStorageReader(f"{tmp_path}/10").read_metadata()
+
+
 # --- cached plans -------------------------------------------------------------------------------
 
 

@@ -14,7 +14,8 @@ class Turns:
     """Gives a writer to one save at a time. A save is known by its thread: torch runs each in one.
 
     Until data is written a later save takes the turn away, and the earlier one is told: one that failed in
-    planning ends without a word, and must not keep the writer.
+    planning ends without a word, and must not keep the writer. So may one of which another rank failed, which
+    torch never finishes: between its data and its commit the turn can be taken away too.
     """
 
     def __init__(self) -> None:
@@ -45,19 +46,14 @@ class Turns:
         return not was_refused and self.ask()
 
     def begin_writing(self) -> bool:
-        """Keep the turn until :meth:`end`; False where another save has taken it."""
+        """Keep the turn until :meth:`end`; False where another save has taken it. For data and to commit."""
         with self._lock:
             is_mine = self._is_mine()
             self._is_writing = self._is_writing or is_mine
             return is_mine
 
-    def is_mine(self) -> bool:
-        """Whether no other thread's save has the turn."""
-        with self._lock:
-            return self._is_mine()
-
     def end(self) -> None:
-        """Give the turn back, if it is this thread's."""
+        """Let others take the turn from here on, if it is this thread's."""
         with self._lock:
             if self._is_mine():
                 self._is_writing = False

@@ -65,7 +65,8 @@ class RemoteStorageWriter(StorageWriter):
 
     Use one writer on each rank, made with the same arguments. It may be used for many saves, one after
     another: with ``checkpoint_id=`` in ``dcp.save`` each goes where that says, with all options of this
-    writer. Saves at the same time need a writer each; a second one with this writer is refused.
+    writer. Saves at the same time need a writer each: of two with this writer one is refused, the second
+    one while data or commit of the first are being written, and otherwise the first.
 
     Args:
         url: The checkpoint's own path or URL, its last part being its name: ``"s3://bucket/run/199"``,
@@ -111,7 +112,6 @@ class RemoteStorageWriter(StorageWriter):
         self._checkpoint: Store | None = None
         self._attempt: protocol.SaveAttempt | None = None
         self._turns = Turns()
-        self._is_coordinator = False
         self.manifest: Manifest | None = None
         """The manifest of the last committed save; on the coordinator only."""
 
@@ -146,7 +146,6 @@ class RemoteStorageWriter(StorageWriter):
             )
         if not self._turns.take():
             raise ConfigError(_IN_USE)
-        self._is_coordinator = is_coordinator
         self._rank = int(kwargs.get("rank") or 0)
         self._close()
         parent, name = self._require_location().split()
@@ -181,19 +180,19 @@ class RemoteStorageWriter(StorageWriter):
         try:
             future.set_result(self._write(plan, planner))
         finally:
-            if not self._is_coordinator:
-                self._turns.end()
+            self._turns.end()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, or clean up and raise. Coordinator only.
 
         Raises:
+            ConfigError: Another thread's save has begun with this writer since; nothing is committed.
             SaveFailedError: A rank failed, or an object is not there as reported; nothing is committed.
             CheckpointExistsError, CheckpointPinnedError: Somebody else was first.
             CommitUnknownError: The store never said whether the commit took effect; nothing was deleted.
         """
-        if not self._turns.is_mine():
+        if not self._turns.begin_writing():
             raise ConfigError(_IN_USE)
         try:
             self._finish(metadata, results)
@@ -257,7 +256,6 @@ class RemoteStorageWriter(StorageWriter):
             self._withdraw(keys)
             return [as_result(RankReport((), tuple(keys), self._as_ours(error), self._rank_name))]
         except (KeyboardInterrupt, SystemExit):  # torch skips finish then: nobody else would clean up
-            self._turns.end()
             self._withdraw(keys)
             raise
         return [
