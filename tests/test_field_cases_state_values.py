@@ -154,6 +154,35 @@ def test_equal_views_inside_an_object_are_saved_once_and_still_share_memory() ->
     assert (second.tolist(), other.tolist()) == ([7.0] * 10, [1.0] * 3)
 
 
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_a_view_inside_an_object_needs_a_gradient_as_before_whatever_the_grad_mode(
+    with_gradients: bool, is_needed: bool
+) -> None:
+    import io
+
+    view = torch.zeros(1000)[:3].requires_grad_(is_needed)
+    with torch.set_grad_enabled(with_gradients):
+        archive = save_compactly([view])
+    (loaded,) = torch.load(io.BytesIO(archive), weights_only=True)
+    assert (loaded.requires_grad, loaded.is_leaf) == (is_needed, True)
+    assert loaded.untyped_storage().nbytes() == 12
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # as such torch loads it
+@pytest.mark.parametrize("order", [("storage", "view"), ("view", "storage")])
+def test_a_storage_inside_an_object_is_shared_with_the_view_of_it(order: tuple[str, str]) -> None:
+    import io
+
+    base = torch.zeros(1000, dtype=torch.uint8)
+    value = {"storage": base.untyped_storage(), "view": base[:3]}
+    archive = save_compactly(({name: value[name] for name in order}, torch.ones(1000)[:3]))
+    loaded, other = torch.load(io.BytesIO(archive), weights_only=False)
+    loaded["view"].fill_(7)
+    assert (loaded["storage"].tolist()[:4], len(loaded["storage"])) == ([7, 7, 7, 0], 1000)
+    assert other.untyped_storage().nbytes() == 12
+
+
 def test_an_object_without_views_is_saved_to_the_byte_as_torch_does() -> None:
     import io
 

@@ -27,6 +27,17 @@ class _ViewsFoundError(Exception):
 class _Looking(pickle.Pickler):
     """Pickles as usual, and raises at the end if there are views to write otherwise."""
 
+    def __init_subclass__(cls) -> None:
+        """Look at bare storages too: torch's subclass answers for these before they are reduced."""
+        answer = cls.persistent_id
+
+        def persistent_id(self: _Looking, value: Any) -> Any:
+            if isinstance(value, torch.UntypedStorage):  # a tensor brings its own as a TypedStorage
+                self._shared.add(value._cdata)
+            return answer(self, value)
+
+        cls.persistent_id = persistent_id  # type: ignore[assignment, method-assign]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._views: dict[int, torch.Tensor] = {}  # by storage, which they keep alive
@@ -65,7 +76,10 @@ def _saved(value: Any, pickler: type[pickle.Pickler]) -> bytes:
 
 
 def _cloning(views: Mapping[int, torch.Tensor]) -> type[pickle.Pickler]:
-    copies = {number: view.clone() for number, view in views.items()}
+    # Detached: a clone of the view itself would need a gradient or not as the thread's grad mode says.
+    copies = {
+        number: view.detach().clone().requires_grad_(view.requires_grad) for number, view in views.items()
+    }
 
     class Cloning(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
