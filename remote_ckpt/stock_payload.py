@@ -36,6 +36,10 @@ ZIP_ERRORS = (
 """What ``zipfile`` raises for what it cannot read."""
 
 
+class PackedArchiveError(MalformedPickleError):
+    """An archive is compressed: sound perhaps, but a few bytes of it could become gigabytes."""
+
+
 def is_zip(file: BinaryIO | str) -> bool:
     """Whether a file is a zip, or a damaged one."""
     try:
@@ -48,10 +52,13 @@ def check_entries(zipped: zipfile.ZipFile) -> None:
     """Refuse entries that ``torch.save`` does not write, and that are not what torch's reader makes of them.
 
     Raises:
-        MalformedPickleError: One is packed, so that a few bytes could become gigabytes, or is marked as a
-            folder: torch reads nothing then, and takes what its memory held before for the content.
+        PackedArchiveError: One is packed with deflate, which torch's reader would unpack.
+        MalformedPickleError: One is packed otherwise, or is only said to be, or is marked as a folder: torch
+            reads nothing then, and takes what its memory held before for the content.
     """
     for info in zipped.infolist():
+        if info.compress_type == zipfile.ZIP_DEFLATED and info.compress_size != info.file_size:
+            raise PackedArchiveError(f"{info.filename!r:.80} is packed, which torch.save does not do")
         if info.compress_type != zipfile.ZIP_STORED:
             raise MalformedPickleError(f"{info.filename!r:.80} is packed, which torch.save does not do")
         if info.file_size and (info.external_attr & _FOLDER or info.filename.endswith("/")):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,8 @@ from remote_ckpt import (
     load_checkpoint,
     save_checkpoint,
 )
+from remote_ckpt.dcp.devices import moved_to_cpu
+from remote_ckpt.dcp.pickles import load_pickle
 from remote_ckpt.manifest import FORMAT_VERSION
 from remote_ckpt.store import open_store
 
@@ -273,3 +277,50 @@ def test_br_119_a_file_of_weights_from_a_gpu_loads_on_the_cpu(
     init_model_from_checkpoint_for_evals(model, place, trusted=trusted)
     assert torch.equal(model.weight, weights["weight"])
     assert model.weight.device.type == "cpu"
+
+
+# --- archives that were packed again ------------------------------------------------------------
+
+
+def packed_again(archive: bytes, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(made, "w", compression) as target:
+        for info in source.infolist():
+            target.writestr(info.filename, source.read(info), compression)
+    return made.getvalue()
+
+
+def archive_of(model: nn.Linear) -> bytes:
+    made = io.BytesIO()
+    torch.save({"model": model.state_dict()}, made)
+    return made.getvalue()
+
+
+def test_a_compressed_archive_is_not_called_damaged_and_what_is_advised_works(tmp_path: Path) -> None:
+    saved, file = nn.Linear(3, 2), tmp_path / "weights.pth"
+    packed = packed_again(archive_of(saved))
+    file.write_bytes(packed)
+    model = nn.Linear(3, 2)
+    with pytest.raises(UntrustedDataError, match=r"compressed .*zip it again without .*trusted=True"):
+        init_model_from_checkpoint_for_evals(model, str(file))
+    init_model_from_checkpoint_for_evals(model, str(file), trusted=True)
+    assert torch.equal(model.weight, saved.weight)
+    file.write_bytes(packed_again(packed, zipfile.ZIP_STORED))
+    other = nn.Linear(3, 2)
+    init_model_from_checkpoint_for_evals(other, str(file))
+    assert torch.equal(other.weight, saved.weight)
+
+
+def test_an_archive_that_is_only_marked_as_compressed_is_damaged() -> None:
+    archive = bytearray(archive_of(nn.Linear(3, 2)))
+    archive[archive.index(b"PK\x01\x02") + 10] = zipfile.ZIP_DEFLATED
+    with pytest.raises(CheckpointDamagedError, match="it cannot be read"):
+        load_pickle(bytes(archive), is_trusted=False, what="it")
+
+
+@pytest.mark.parametrize("at", [8, 10], ids=["flags", "compression"])
+def test_a_trusted_archive_whose_entries_zipfile_cannot_read_is_left_to_torch(at: int) -> None:
+    archive = bytearray(archive_of(nn.Linear(3, 2)))
+    entry = archive.index(b"PK\x01\x02")
+    archive[entry + at] = {8: 1, 10: 99}[at]  # encrypted; a compression that nobody knows
+    assert moved_to_cpu(bytes(archive)) == bytes(archive)

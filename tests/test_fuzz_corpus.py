@@ -37,7 +37,7 @@ REFUSED_SEEDS = {
     ("index", "nested"): "damaged",
     ("manifest", "half a character"): "damaged",
     ("manifest", "nested"): "damaged",
-    ("payload", "bomb"): "damaged",
+    ("payload", "bomb"): "untrusted",
     ("payload", "trap"): "untrusted",
     ("payload", "trap in the old format"): "untrusted",
     ("stock", "nested"): "damaged",

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from remote_ckpt.stock_payload import ZIP_ERRORS
+
 _OTHER_DEVICES = re.compile(rb"cuda|hpu|maia|mps|mtia|npu|privateuseone|xla|xpu")
 """Devices that torch's pickles name. In the text of an object such a name costs time, and nothing else."""
 
@@ -37,9 +39,9 @@ def moved_to_cpu(archive: bytes) -> bytes:
 
 
 def _program(archive: bytes) -> bytes:
-    """Return the archive's pickle, or all of it where it is of the older format."""
+    """Return the archive's pickle, or all of it where it is of the older format or damaged."""
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as files:
             return files.read(next(name for name in files.namelist() if name.endswith("/data.pkl")))
-    except (zipfile.BadZipFile, StopIteration):
+    except (StopIteration, *ZIP_ERRORS):
         return archive

@@ -19,7 +19,7 @@ from remote_ckpt.dcp.numpy_values import RefusedValueError, restore_numpy, with_
 from remote_ckpt.dcp.stock_pickle import parse_stock_metadata
 from remote_ckpt.errors import CheckpointDamagedError, MissingDependencyError, UntrustedDataError
 from remote_ckpt.options import MiB
-from remote_ckpt.stock_payload import ZIP_ERRORS, is_zip
+from remote_ckpt.stock_payload import ZIP_ERRORS, PackedArchiveError, is_zip
 
 _TRIED_BYTES = 16 * MiB
 """What is at most this large is loaded once more while it is saved, to see whether that needs trust."""
@@ -43,7 +43,7 @@ def load_pickle(data: BinaryIO | memoryview | bytes, *, is_trusted: bool, what: 
         what: Names the item in errors.
 
     Raises:
-        UntrustedDataError: It needs a class that is not allowed; the message names it.
+        UntrustedDataError: It needs a class that is not allowed; the message names it. Or it is compressed.
         CheckpointDamagedError: It is no such archive, or is damaged.
         MissingDependencyError: It is trusted, and a module that it needs is not installed.
     """
@@ -53,6 +53,11 @@ def load_pickle(data: BinaryIO | memoryview | bytes, *, is_trusted: bool, what: 
         return _load_trusted(stream, what) if is_trusted else _load_safely(stream)
     except (MemoryError, MissingDependencyError):
         raise
+    except PackedArchiveError as error:
+        raise UntrustedDataError(
+            f"{what} is compressed ({error}), and a few bytes could become gigabytes: unpack it and zip it "
+            "again without compression (zip -0 -r), or pass trusted=True if you trust whoever wrote it"
+        ) from error
     except RecursionError as error:
         raise CheckpointDamagedError(f"{what} cannot be read: it is nested too deeply") from error
     except Exception as error:  # torch raises whatever its parsing of damaged bytes comes upon
