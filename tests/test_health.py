@@ -127,7 +127,9 @@ def check_flat(outcomes: list[tuple[Held, Held]]) -> None:
         assert last.native_threads - warm.native_threads < 10
         assert last.descriptors - warm.descriptors < 10
         assert last.rss_bytes - warm.rss_bytes < 24 * MiB
-        assert last.objects - warm.objects < 5 * (SAVES - WARM)
+        # One client of botocore has 35,000 objects, and s3fs may or may not hold one more just then.
+        more = 80_000 if "fsspecIO" in last.threads else 0
+        assert last.objects - warm.objects < more + 5 * (SAVES - WARM)
 
 
 def check_tidy(directory: CheckpointDirectory) -> None:
