@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -152,8 +153,16 @@ def _serve(connection: Connection) -> None:
             return
         connection.send(_outcome_of(function, args, rank, size, rendezvous))
         connection.recv()  # a rank that tears its group down early would disturb the others
+        _end_background_saver()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _end_background_saver() -> None:
+    """End torch's process for background saves: it has a group with those of the ranks of this run only."""
+    saver = sys.modules.get("torch.distributed.checkpoint._async_process_executor")
+    if saver is not None:
+        saver._CHECKPOINT_PROCESS = None  # type: ignore[attr-defined]
 
 
 def _outcome_of(

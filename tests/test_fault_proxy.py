@@ -322,9 +322,11 @@ def test_of_a_cut_request_the_store_gets_a_part(proxy: FaultProxy, store: FaultP
     with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
         ask(proxy)
     store.settle()
-    request = store.requests[0]
-    assert request.received_bytes <= HALF
-    assert request.status is None
+    # Not one, where the end of the connection overtook what was sent on it.
+    assert len(store.requests) <= 1
+    for request in store.requests:
+        assert request.received_bytes <= HALF
+        assert request.status is None
 
 
 def test_a_stalled_answer_begins_and_does_not_go_on(proxy: FaultProxy) -> None:
