@@ -319,14 +319,17 @@ def test_a_cut_may_end_in_a_reset(proxy: FaultProxy) -> None:
 
 def test_of_a_cut_request_the_store_gets_a_part(proxy: FaultProxy, store: FaultProxy) -> None:
     proxy.inject(Rule(fault=Cut("request")))
-    with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
-        ask(proxy)
-    store.settle()
-    # Not one, where the end of the connection overtook what was sent on it.
-    assert len(store.requests) <= 1
-    for request in store.requests:
-        assert request.received_bytes <= HALF
-        assert request.status is None
+    for _ in range(
+        50
+    ):  # the end of a connection may overtake what was sent on it: then the store sees nothing
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+            ask(proxy)
+        store.settle()
+        if store.requests:
+            break
+    request = store.requests[0]
+    assert request.received_bytes <= HALF
+    assert request.status is None
 
 
 def test_a_stalled_answer_begins_and_does_not_go_on(proxy: FaultProxy) -> None:
